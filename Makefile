@@ -1,0 +1,53 @@
+# `make demo` installs Legato into .venv and generates text from the checkpoint that ships with it.
+# `make check` runs everything that CI runs. Both are idempotent, and quick once .venv is up to date.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+JOBS   ?= 2
+
+.PHONY: help demo check check-full lint types imports test clean
+help:
+	@echo "make demo         install into .venv and generate text from the checkpoint that ships with Legato"
+	@echo "make check        what CI runs: lint, types, import rules, CPU tests"
+	@echo "make check-full   the same and the long tests"
+	@echo "make clean        remove .venv and caches"
+
+demo: $(VENV)/.installed
+	$(BIN)/legato generate --max-tokens 128 --temperature 0 "def fibonacci(n):"
+
+check: lint types imports test
+
+check-full: lint types imports $(VENV)/.installed-dev
+	$(PYTEST) -m "not gpu"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
+
+imports: $(VENV)/.installed-dev
+	$(BIN)/lint-imports --no-logo
+
+test: $(VENV)/.installed-dev
+	$(PYTEST) -m "not gpu and not full" -n $(JOBS) --dist worksteal
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Legato needs Python 3.11 or newer: none found on PATH" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Legato needs Python 3.11 or newer; $(PYTHON) is older (set PYTHON=...)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "is the venv module installed? (Debian: python3-venv)" >&2; exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

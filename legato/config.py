@@ -1,0 +1,166 @@
+"""Every setting of an engine, as a frozen tree of small values, and the one place that settles "auto".
+
+Owns defaults and their validation; the only reader of environment variables. Knows nothing of models beyond the numbers
+handed to `resolve`. The CLI and `LLM` fill it; the engine reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+LatentFormat = Literal["auto", "float32", "bfloat16", "fp8"]
+IndexFormat = Literal["auto", "float32", "fp8"]
+DType = Literal["auto", "float32", "bfloat16"]
+Switch = Literal["auto", "on", "off"]
+
+MAX_DRAFTS = 7
+PAGE_SIZE = 64
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names the setting, its value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The two paged caches. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at
+    most 64 Ki tokens on a CPU."""
+
+    latent: LatentFormat = "auto"
+    index: IndexFormat = "auto"
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states."""
+
+    max_running: int = 16
+    chunk_tokens: int = 512
+    context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionConfig:
+    """Where and how tensors are computed. `ops` overrides the implementation of single ops, e.g. `{"attend": "reference"}`."""
+
+    device: str = "auto"
+    dtype: DType = "auto"
+    overlap: Switch = "auto"
+    threads: int | None = None
+    ops: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """An engine's settings. `model` is a directory, a hub id, or `None` for the checkpoint that ships with Legato.
+
+    `num_drafts` (K) is how many tokens the MTP layer drafts per iteration, 0..7; `None`: 5, or 0 when the checkpoint has no MTP
+    layer.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the setting.
+    """
+
+    model: str | None = None
+    num_drafts: int | None = None
+    cache: CacheConfig = CacheConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+
+    def __post_init__(self) -> None:
+        if self.num_drafts is not None and not 0 <= self.num_drafts <= MAX_DRAFTS:
+            raise ConfigError(f"num_drafts must be between 0 and {MAX_DRAFTS}, got {self.num_drafts}")
+        if self.schedule.max_running < 1:
+            raise ConfigError(f"max_running must be at least 1, got {self.schedule.max_running}")
+        if self.schedule.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens must be at least 1, got {self.schedule.chunk_tokens}")
+        if self.schedule.context is not None and self.schedule.context < 2:
+            raise ConfigError(f"context must be at least 2, got {self.schedule.context}")
+        if self.cache.tokens is not None and self.cache.tokens < PAGE_SIZE:
+            raise ConfigError(f"cache tokens must be at least one page of {PAGE_SIZE}, got {self.cache.tokens}")
+        if self.execution.threads is not None and self.execution.threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {self.execution.threads}")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The same settings with nothing left open: what the engine is built from."""
+
+    device: str
+    dtype: Literal["float32", "bfloat16"]
+    latent: Literal["float32", "bfloat16", "fp8"]
+    index: Literal["float32", "fp8"]
+    num_drafts: int
+    max_running: int
+    chunk_tokens: int
+    context: int
+    cache_tokens: int
+    overlap: bool
+    threads: int | None
+    ops: Mapping[str, str]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages to allocate: the capacity, plus the dummy page 0."""
+        return -(-self.cache_tokens // PAGE_SIZE) + 1
+
+
+def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available: bool) -> Resolved:
+    """Settles every "auto" once.
+
+    Args:
+        config: the user's settings.
+        max_position: longest context that the checkpoint states.
+        has_mtp: whether the checkpoint has an MTP layer to draft with.
+        cuda_available: whether a CUDA device can be used.
+
+    Raises:
+        ConfigError: a setting contradicts the checkpoint or the machine.
+    """
+    execution, schedule = config.execution, config.schedule
+    device = execution.device
+    if device == "auto":
+        device = "cuda" if cuda_available else "cpu"
+    if device.split(":")[0] == "cuda" and not cuda_available:
+        raise ConfigError("device cuda was asked for, but this PyTorch finds no CUDA device; use --device cpu")
+    if device.split(":")[0] not in ("cuda", "cpu"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device}")
+    if config.num_drafts and not has_mtp:
+        raise ConfigError(f"num_drafts {config.num_drafts} needs an MTP layer, and the checkpoint has none; use 0")
+    on_cpu = device == "cpu"
+    context = schedule.context if schedule.context is not None else max_position
+    if context > max_position:
+        raise ConfigError(f"context {context} is longer than the {max_position} tokens the checkpoint states")
+    cache_tokens = config.cache.tokens
+    if cache_tokens is None:
+        cache_tokens = min(schedule.max_running * (context + PAGE_SIZE), 64 * 1024 if on_cpu else 1024 * 1024)
+        cache_tokens = max(cache_tokens, context + PAGE_SIZE)
+    return Resolved(
+        device=device,
+        dtype="float32" if execution.dtype == "auto" else execution.dtype,
+        latent="bfloat16" if config.cache.latent == "auto" else config.cache.latent,
+        index="fp8" if config.cache.index == "auto" else config.cache.index,
+        num_drafts=(5 if has_mtp else 0) if config.num_drafts is None else config.num_drafts,
+        max_running=schedule.max_running,
+        chunk_tokens=schedule.chunk_tokens,
+        context=context,
+        cache_tokens=cache_tokens,
+        overlap=execution.overlap == "on" or (execution.overlap == "auto" and not on_cpu),
+        threads=execution.threads,
+        ops=execution.ops,
+    )
+
+
+def from_environment(config: Config, environ: Mapping[str, str] | None = None) -> Config:
+    """Fills settings that the user left open from `LEGATO_MODEL` and `LEGATO_DEVICE`."""
+    environ = os.environ if environ is None else environ
+    if config.model is None and environ.get("LEGATO_MODEL"):
+        config = replace(config, model=environ["LEGATO_MODEL"])
+    if config.execution.device == "auto" and environ.get("LEGATO_DEVICE"):
+        config = replace(config, execution=replace(config.execution, device=environ["LEGATO_DEVICE"]))
+    return config

@@ -1,0 +1,1 @@
+"""The engine: one loop that lets plans, flights and outcomes go round."""

@@ -1,0 +1,80 @@
+"""One turn of the engine: plan, launch, settle the previous flight while this one runs.
+
+Owns nothing but the flight in the air. The scheduler decides, the runner computes; with `overlap` off the same loop settles one
+turn earlier. Called by `legato.llm` (and by a serving process).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from legato.plan import Outcome, Plan
+from legato.runtime.runner import Flight, Runner
+from legato.schedule import Progress, Request, Scheduler
+from legato.types import Stats
+
+
+class Engine:
+    """Requests in, progress out. Not thread-safe: one caller submits, aborts and turns."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, overlap: bool) -> None:
+        self._scheduler, self._runner, self._overlap = scheduler, runner, overlap
+        self._flight: Flight | None = None
+        self._stats = Stats(accepted_at=(0,) * (scheduler.limits.num_drafts + 1))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another turn would bring anything."""
+        return self._scheduler.has_work or self._flight is not None
+
+    @property
+    def stats(self) -> Stats:
+        return self._stats
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises `legato.schedule.RequestError` if it can never run here."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at the next turn; unknown ids are ignored."""
+        self._scheduler.abort(request_id)
+
+    def turn(self) -> list[Progress]:
+        """One turn. Returns what requests gained, at most one turn late."""
+        started = time.perf_counter()
+        plan = self._scheduler.plan()
+        launched = None if plan.is_empty else self._runner.launch(plan)
+        progress = self._scheduler.take_ended()
+        landing = [self._flight] if self._overlap else [self._flight, launched]
+        self._flight = launched if self._overlap else None
+        for flight in landing:
+            if flight is not None:
+                outcome = flight.outcome()
+                progress += self._scheduler.settle(outcome)
+                self._count(flight.plan, outcome, started)
+        return progress
+
+    def reset_stats(self) -> None:
+        """Starts the counters anew."""
+        self._stats = Stats(accepted_at=(0,) * (self._scheduler.limits.num_drafts + 1))
+
+    def _count(self, plan: Plan, outcome: Outcome, started: float) -> None:
+        """Decode time is the time of turns that decode and extend nothing: speed is never mixed with prefill."""
+        stats, decodes = self._stats, set(plan.decodes)
+        accepted = list(stats.accepted_at)
+        emitted = 0
+        for emission in outcome.emissions:
+            if emission.row in decodes and emission.tokens:
+                accepted[emission.accepted] += 1
+                emitted += len(emission.tokens)
+        pure = bool(decodes) and not plan.extends
+        self._stats = replace(
+            stats,
+            iterations=stats.iterations + 1,
+            prompt_tokens=stats.prompt_tokens + sum(len(extend.tokens) for extend in plan.extends),
+            emitted_tokens=stats.emitted_tokens + sum(len(emission.tokens) for emission in outcome.emissions),
+            decoded_tokens=stats.decoded_tokens + (emitted if pure else 0),
+            decode_seconds=stats.decode_seconds + (time.perf_counter() - started if pure else 0.0),
+            accepted_at=tuple(accepted),
+        )

@@ -1,0 +1,82 @@
+"""Start-up: from settings to a warm engine. Opens the checkpoint, settles every "auto", binds ops, loads weights.
+
+The only place that joins model, runtime and scheduler. Called by `legato.llm` and by a serving process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from legato.config import PAGE_SIZE, Config, Resolved, resolve
+from legato.engine.loop import Engine
+from legato.model.checkpoint import Checkpoint, Progress, no_progress
+from legato.model.spec import ModelSpec
+from legato.model.weights import GlmWeights, Residency, load_weights
+from legato.ops import bind
+from legato.runtime.runner import Runner
+from legato.schedule import Limits, Scheduler
+
+EMBEDDED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "small"
+"""The small trained checkpoint that ships with the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running engine and what it was built from."""
+
+    engine: Engine
+    spec: ModelSpec
+    settings: Resolved
+    checkpoint: Checkpoint
+
+
+def open_checkpoint(model: str | None) -> Checkpoint:
+    """The checkpoint of a directory or hub id; `None`: the embedded one. Raises `CheckpointError`."""
+    return Checkpoint.open(str(EMBEDDED_CHECKPOINT) if model is None else model)
+
+
+def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progress) -> Started:
+    """Builds an engine for an opened checkpoint.
+
+    Raises:
+        SpecError: the architecture is not supported.
+        ConfigError: a setting contradicts the checkpoint or the machine.
+        CheckpointError: tensors are missing, damaged or misshapen.
+    """
+    spec = ModelSpec.from_config(checkpoint.config, name=checkpoint.label)
+    settings = resolve(
+        config, max_position=spec.max_position, has_mtp=spec.has_mtp, cuda_available=torch.cuda.is_available()
+    )
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if settings.device != "cpu":
+        # References in float32 are law on every device; TF32 would round their products to 10 bits.
+        torch.backends.cuda.matmul.allow_tf32 = False
+    bind((), settings.ops)
+    if not settings.num_drafts:
+        spec = replace(spec, has_mtp=False)
+    weights = load_weights(
+        checkpoint,
+        spec,
+        device=settings.device,
+        dtype=torch.float32 if settings.dtype == "float32" else torch.bfloat16,
+        resident=Residency.DENSE,
+        progress=progress,
+    )
+    return Started(build_engine(spec, weights, settings), spec, settings, checkpoint)
+
+
+def build_engine(spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> Engine:
+    """Scheduler and runner around loaded weights."""
+    limits = Limits(
+        max_running=settings.max_running,
+        chunk_tokens=settings.chunk_tokens,
+        context=settings.context,
+        num_drafts=settings.num_drafts,
+        num_pages=settings.num_pages,
+        page_size=PAGE_SIZE,
+    )
+    return Engine(Scheduler(limits), Runner(spec, weights, settings), settings.overlap)

@@ -1,0 +1,56 @@
+"""The multi-token-prediction layer: drafts the tokens that the target verifies.
+
+One complete decoder layer with its own indexer and caches. Row i is fed the token at i + 1 and a post-norm hidden state at
+i, and predicts the token at i + 2. Called by the runtime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from legato.model.layer import decoder_layer
+from legato.model.spec import ModelSpec
+from legato.model.step import LayerCache, Selection, Step
+from legato.model.weights import MtpWeights
+from legato.ops import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """The MTP layer of a checkpoint; `embed` [W, D] is the target's."""
+
+    spec: ModelSpec
+    weights: MtpWeights
+    embed: Tensor
+
+    def forward(
+        self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None
+    ) -> tuple[Tensor, Selection]:
+        """One pass over rows.
+
+        Draft-extend passes `selection=None`: the layer's own indexer chooses per row. The chain of single-row steps passes the
+        seed, the selection of the last accepted row, unchanged: drafted positions are never added to it, and nothing that they
+        would store is ever read, so such rows have slot -1.
+
+        Args:
+            next_ids: [T] int64, the token *after* each row's position.
+            hidden: [T, D] post-norm hidden states: the target's (after `model.norm`), or in the chain this layer's own output.
+            step: where the rows stand; the position is that of the hidden state.
+            cache: of this layer.
+            selection: what rows attend to, or `None`.
+
+        Returns:
+            [T, D] after `shared_head.norm` (the head reads it, the next chain step is fed it), and the selection used.
+        """
+        # The embedding of a row at position 0 is zero, as in training.
+        e = embedding(next_ids, self.embed) * (step.positions > 0).to(self.embed.dtype)[:, None]
+        eps = self.spec.rms_eps
+        u = torch.cat((rms_norm(e, self.weights.enorm, eps), rms_norm(hidden, self.weights.hnorm, eps)), dim=-1)
+        x, selection = decoder_layer(
+            self.weights.eh_proj.linear(u), self.weights.layer, cache, step, selection, self.spec
+        )
+        return rms_norm(x, self.weights.norm, eps), selection

@@ -1,0 +1,52 @@
+"""What one forward pass needs besides token ids: where each row stands, where it stores, what it may see.
+
+Values only, passed down from layer to layer; IndexShare is one of them (`Selection`). Built by the runtime, read by the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows of one forward pass, ragged over requests.
+
+    Attributes:
+        positions: [T] int64, of the row's token in its sequence.
+        request: [T] int32, the row of `page_table` that belongs to it.
+        page_table: [B, P] int32 physical pages of 64 tokens.
+        lengths: [T] int32 keys that the row may see: its position + 1 (itself included).
+        slots: [T] int32 cache slots that the row's latent and index key are stored in; -1 stores nothing.
+        cos, sin: [T, R/2] float32 rotary tables at `positions`.
+    """
+
+    positions: Tensor
+    request: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The cache slots a row attends to: `slots` [T, S] int32 (-1 fill) of which the first `counts` [T] int32 are valid.
+
+    Full layers make one, shared layers reuse the last full layer's (IndexShare). The count travels along: it must never be
+    derived again from a length that has grown since.
+    """
+
+    slots: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's paged caches: `latent` always, `index` (index keys) where the layer runs its own indexer."""
+
+    latent: Tensor
+    index: Tensor | None

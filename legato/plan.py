@@ -1,0 +1,90 @@
+"""Plan and Outcome: two of the three values that go round (the third, a Flight, belongs to the runtime).
+
+A Plan says who runs, how far and on which pages; an Outcome says what came back. Pure data: the scheduler builds plans and
+reads outcomes, the runner does the reverse. No torch, no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from legato.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A request takes a device row. Written to the row before the plan's first kernel.
+
+    Attributes:
+        row: the device row (row 0 is padding and never admitted).
+        pages: physical pages in order; page 0 is the dummy page and never granted.
+        max_length: prompt plus generated tokens may not exceed it.
+        stop_ids: token ids that end the request.
+        seed: of the sampling noise.
+        logprobs: alternatives wanted beside each token's log-probability, -1 for none at all.
+    """
+
+    row: int
+    pages: tuple[int, ...]
+    max_length: int
+    stop_ids: tuple[int, ...]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Run tokens that the host knows (a prompt or a chunk of one), from position `start`.
+
+    `next_token` is the token after the chunk, which the draft layer needs for the chunk's last row; `None` on the last chunk:
+    then the first new token is sampled there.
+    """
+
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+    next_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One iteration: rows to admit, chunks to extend, and rows that verify the drafts the device holds for them.
+
+    `decodes` may name rows that have finished on the device since the host last looked: they emit nothing.
+    """
+
+    epoch: int
+    admits: tuple[Admit, ...]
+    extends: tuple[Extend, ...]
+    decodes: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.extends and not self.decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one row emitted in one iteration.
+
+    `accepted` counts drafts that the target agreed with before any cut at a stop or limit, out of `drafted`.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    done: bool
+    accepted: int
+    drafted: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an iteration brought: one emission per row that sampled (decodes and last chunks)."""
+
+    epoch: int
+    emissions: tuple[Emission, ...]

@@ -1,0 +1,159 @@
+"""From a plan to the tensors of one iteration: rows in order, where they stand, and which of them sample.
+
+Rows of known tokens (prompts, chunks) come first; then K + 1 rows for every decoding request, whose tokens and position are
+read from the device table, never from the host. Called by the runner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.config import PAGE_SIZE
+from legato.model.spec import ModelSpec
+from legato.model.step import Step
+from legato.ops import cache_slots, rope_angles
+from legato.plan import Plan
+from legato.runtime.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Samplers:
+    """The B requests that sample in this iteration: those whose last chunk runs (zero drafts), then the decoding ones (K drafts).
+
+    R = K + 1 if any request verifies drafts, else 1. "Row" r of a request is its r-th verifying row; a request with fewer than
+    R rows repeats its last one, and nothing of the repetition is used.
+
+    Attributes:
+        rows: [B] int64 device rows.
+        base: [B] int64 position of the request's first verifying row.
+        num_drafts: [B] int64.
+        drafts: [B, R - 1] int64 tokens to verify.
+        row_index: [B, R] int64 index into the T rows of the iteration.
+        sampler_of: [T] int64, the request whose verifying row this is, or -1 (its next token is known).
+        offset: [T] int64, which verifying row it is.
+    """
+
+    rows: Tensor
+    base: Tensor
+    num_drafts: Tensor
+    drafts: Tensor
+    row_index: Tensor
+    sampler_of: Tensor
+    offset: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of one iteration. `next_ids` [T] int64 holds the following token where it is known (0 elsewhere)."""
+
+    ids: Tensor
+    next_ids: Tensor
+    step: Step
+    samplers: Samplers | None
+
+
+@dataclass(slots=True)
+class _Lists:
+    """Columns of the T rows and B samplers while they are collected on the host."""
+
+    ids: list[int]
+    next_ids: list[int]
+    positions: list[int]
+    device_rows: list[int]
+    sampler_of: list[int]
+    offset: list[int]
+    sampler_rows: list[int]
+    first: list[int]
+
+
+def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int) -> Batch:
+    """Lays out an iteration.
+
+    Args:
+        plan: not empty.
+        rows: the device table; decoding rows read their tokens and lengths from it.
+        spec: the model's shapes.
+        num_drafts: K, the drafts that decoding rows verify.
+    """
+    device = rows.tokens.device
+    lists = _known_rows(plan)
+    num_known, num_chunk_samplers = len(lists.ids), len(lists.first)
+    width = num_drafts + 1 if plan.decodes else 1
+    for index, row in enumerate(plan.decodes):
+        lists.sampler_of += [num_chunk_samplers + index] * width
+        lists.offset += range(width)
+        lists.device_rows += [row] * width
+        lists.first.append(num_known + index * width)
+        lists.sampler_rows.append(row)
+
+    def column(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    decodes = column(list(plan.decodes))
+    lengths = rows.lengths[decodes]
+    tokens = rows.tokens[decodes, :width]
+    arange = torch.arange(width, device=device)
+    ids = torch.cat((column(lists.ids), tokens.reshape(-1)))
+    positions = torch.cat((column(lists.positions), (lengths[:, None] + arange).reshape(-1)))
+    next_ids = torch.cat((column(lists.next_ids), torch.zeros_like(tokens).reshape(-1)))
+    step = make_step(positions, column(lists.device_rows), rows, spec)
+    if not lists.first:
+        return Batch(ids, next_ids, step, None)
+
+    first = column(lists.first)
+    drafted = torch.zeros_like(first)
+    drafted[num_chunk_samplers:] = width - 1
+    drafts = torch.cat((torch.zeros_like(ids[:1]).expand(num_chunk_samplers, width - 1), tokens[:, 1:]))
+    samplers = Samplers(
+        rows=column(lists.sampler_rows),
+        base=positions[first],
+        num_drafts=drafted,
+        drafts=drafts,
+        row_index=first[:, None] + torch.minimum(arange, drafted[:, None]),
+        sampler_of=column(lists.sampler_of),
+        offset=column(lists.offset),
+    )
+    return Batch(ids, next_ids, step, samplers)
+
+
+def make_step(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpec) -> Step:
+    """Where rows stand: slots through the page table, visible lengths, rotary tables.
+
+    Rows of a finished request store nothing. The page table is cut to the pages that the longest row can see, which changes no
+    result and bounds the score matrix.
+    """
+    # The widest row decides how many pages are scored; on a GPU this one read belongs to the reference runtime only.
+    num_pages = min(int(positions.max()) // PAGE_SIZE + 1, rows.page_table.shape[1])
+    slots = cache_slots(rows.page_table, device_rows, positions)
+    slots = torch.where(rows.done[device_rows], torch.full_like(slots, -1), slots)
+    cos, sin = rope_angles(positions, spec.rope_theta, spec.rope_dim)
+    return Step(
+        positions=positions,
+        request=device_rows.to(torch.int32),
+        page_table=rows.page_table[:, :num_pages],
+        lengths=(positions + 1).to(torch.int32),
+        slots=slots,
+        cos=cos,
+        sin=sin,
+    )
+
+
+def _known_rows(plan: Plan) -> _Lists:
+    lists = _Lists([], [], [], [], [], [], [], [])
+    for extend in plan.extends:
+        count = len(extend.tokens)
+        lists.ids += extend.tokens
+        lists.positions += range(extend.start, extend.start + count)
+        lists.device_rows += [extend.row] * count
+        lists.next_ids += extend.tokens[1:]
+        lists.next_ids.append(0 if extend.next_token is None else extend.next_token)
+        lists.sampler_of += [-1] * count
+        lists.offset += [0] * count
+        if extend.next_token is None:
+            lists.sampler_of[-1] = len(lists.first)
+            lists.first.append(len(lists.ids) - 1)
+            lists.sampler_rows.append(extend.row)
+    return lists

@@ -1,0 +1,75 @@
+"""The two paged caches: latents on every layer, index keys on layers that run their own indexer. One page table serves both.
+
+Owns allocation and byte counts. Layouts are those of `legato.ops.cache`; which page belongs to whom is the scheduler's business.
+Called by the runner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.config import PAGE_SIZE, ConfigError
+from legato.model.spec import ModelSpec
+from legato.model.step import LayerCache
+
+FP8_LATENT_BYTES = 656
+"""512 e4m3 + 4 float32 scales + 64 bfloat16 rope values per token."""
+FP8_INDEX_PAGE_BYTES = PAGE_SIZE * (128 + 4)
+"""64 keys of 128 e4m3 bytes, then 64 float32 scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Shapes and dtypes of one layer's caches for `num_pages` pages. `latent`/`index` as in `legato.config.Resolved`.
+
+    Raises:
+        ConfigError: the fp8 layouts exist for GLM-5.2's widths only (latent 512 + 64, index keys 128).
+    """
+
+    spec: ModelSpec
+    latent: str
+    index: str
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        if self.latent == "fp8" and (spec.kv_lora_rank, spec.rope_dim) != (512, 64):
+            raise ConfigError(
+                f"the fp8 latent cache holds 512 + 64 values per token; this checkpoint has "
+                f"{spec.kv_lora_rank} + {spec.rope_dim}: use the bfloat16 cache"
+            )
+        if self.index == "fp8" and spec.index_dim != 128:
+            raise ConfigError(
+                f"the fp8 index cache holds keys of 128 values; this checkpoint has {spec.index_dim}: use float32"
+            )
+
+    def latent_page(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of one page of latents."""
+        if self.latent == "fp8":
+            return (PAGE_SIZE, FP8_LATENT_BYTES), torch.uint8
+        dtype = torch.float32 if self.latent == "float32" else torch.bfloat16
+        return (PAGE_SIZE, self.spec.kv_lora_rank + self.spec.rope_dim), dtype
+
+    def index_page(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of one page of index keys."""
+        if self.index == "fp8":
+            return (FP8_INDEX_PAGE_BYTES,), torch.uint8
+        return (PAGE_SIZE, self.spec.index_dim), torch.float32
+
+    def allocate(self, num_pages: int, device: str) -> list[LayerCache]:
+        """One cache per target layer, then one for the MTP layer if there is one. Zeroed: an unwritten slot is never NaN."""
+        kinds = list(self.spec.indexer_kinds) + (["full"] if self.spec.has_mtp else [])
+        return [
+            LayerCache(
+                latent=_zeros(num_pages, self.latent_page(), device),
+                index=_zeros(num_pages, self.index_page(), device) if kind == "full" else None,
+            )
+            for kind in kinds
+        ]
+
+
+def _zeros(num_pages: int, page: tuple[tuple[int, ...], torch.dtype], device: str) -> Tensor:
+    shape, dtype = page
+    return torch.zeros((num_pages, *shape), dtype=dtype, device=device)

@@ -1,0 +1,92 @@
+"""The device's own table of running requests: one permanent row each, gathered by number.
+
+The device owns the truth about lengths: only K+1 tokens and one length per request cross from one iteration to the next.
+Row 0 is padding. Written by the runner (admissions) and by the iteration (tokens, lengths, done flags); read by both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.config import MAX_DRAFTS, PAGE_SIZE, Resolved
+from legato.plan import Admit
+from legato.types import MAX_STOP_TOKEN_IDS
+
+MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 8
+"""Stop ids a row holds: a request's own and the checkpoint's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tensors over M = max_running + 1 rows.
+
+    Attributes:
+        tokens: [M, K_max + 1] int64: the newest token, not yet run through the target, then its drafts.
+        lengths: [M] int64: the newest token's position, which is how many positions the target's cache holds.
+        max_lengths: [M] int64: prompt plus output never exceed it.
+        done: [M] bool: finished; the row emits nothing more.
+        stop_ids: [M, MAX_STOP_IDS] int64, -1 where unused.
+        temperature, top_p, min_p: [M] float32; top_k: [M] int32; seed: [M] int64.
+        page_table: [M, P] int32 physical pages; page 0 (the dummy) where none is granted.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    max_lengths: Tensor
+    done: Tensor
+    stop_ids: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    page_table: Tensor
+
+    @classmethod
+    def allocate(cls, settings: Resolved) -> Rows:
+        """All rows, empty and done."""
+        num_rows, device = settings.max_running + 1, settings.device
+        num_pages = -(-(settings.context + MAX_DRAFTS) // PAGE_SIZE)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            tokens=zeros(num_rows, MAX_DRAFTS + 1, dtype=torch.int64),
+            lengths=zeros(num_rows, dtype=torch.int64),
+            max_lengths=zeros(num_rows, dtype=torch.int64),
+            done=torch.ones(num_rows, dtype=torch.bool, device=device),
+            stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
+            temperature=zeros(num_rows, dtype=torch.float32),
+            top_k=zeros(num_rows, dtype=torch.int32),
+            top_p=torch.ones(num_rows, dtype=torch.float32, device=device),
+            min_p=zeros(num_rows, dtype=torch.float32),
+            seed=zeros(num_rows, dtype=torch.int64),
+            page_table=zeros(num_rows, num_pages, dtype=torch.int32),
+        )
+
+    def admit(self, admit: Admit) -> None:
+        """Writes a request's settings and pages into its row; nothing of the row's last owner remains.
+
+        Raises:
+            ValueError: more stop ids than a row holds.
+        """
+        if len(admit.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"row {admit.row}: {len(admit.stop_ids)} stop ids, a row holds {MAX_STOP_IDS}")
+        row = admit.row
+        self.tokens[row] = 0
+        self.lengths[row] = 0
+        self.max_lengths[row] = admit.max_length
+        self.done[row] = False
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(admit.stop_ids)] = torch.tensor(admit.stop_ids, dtype=torch.int64)
+        self.temperature[row] = admit.temperature
+        self.top_k[row] = admit.top_k
+        self.top_p[row] = admit.top_p
+        self.min_p[row] = admit.min_p
+        self.seed[row] = admit.seed
+        self.page_table[row] = 0
+        self.page_table[row, : len(admit.pages)] = torch.tensor(admit.pages, dtype=torch.int32)

@@ -1,0 +1,124 @@
+"""The runner: launches plans on a device and hands back flights. It never decides who runs.
+
+Owns the device table, the caches and the models. Built once by the engine's start-up, driven by `engine.loop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.config import Resolved
+from legato.model.glm import Glm
+from legato.model.mtp import Mtp
+from legato.model.spec import ModelSpec
+from legato.model.weights import GlmWeights
+from legato.ops import logprobs
+from legato.plan import Emission, Outcome, Plan
+from legato.runtime.batch import build_batch
+from legato.runtime.cache import CacheLayout
+from legato.runtime.rows import Rows
+from legato.runtime.speculate import Iteration, Verified, draw_general, draw_greedy
+from legato.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of sampled tokens and their rivals: chosen [B, R]; top ids and values [B, R, n]."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched plan. `outcome()` waits for the device and brings the result to the host."""
+
+    plan: Plan
+    sampler_rows: tuple[int, ...]
+    verified: Verified | None
+    logprobs: Logprobs | None
+    wanted_logprobs: tuple[int, ...]
+
+    def outcome(self) -> Outcome:
+        """What came back, row by row."""
+        if self.verified is None:
+            return Outcome(self.plan.epoch, ())
+        sampled: list[list[int]] = self.verified.sampled.tolist()
+        counts: list[int] = self.verified.counts.tolist()
+        accepted: list[int] = self.verified.accepted.tolist()
+        done: list[bool] = self.verified.done.tolist()
+        live: list[bool] = self.verified.live.tolist()
+        num_chunks = len(self.sampler_rows) - len(self.plan.decodes)
+        drafted = len(sampled[0]) - 1
+        return Outcome(
+            self.plan.epoch,
+            tuple(
+                Emission(
+                    row=row,
+                    tokens=tuple(sampled[index][: counts[index]]),
+                    done=done[index],
+                    accepted=accepted[index],
+                    drafted=drafted if index >= num_chunks and live[index] else 0,
+                    logprobs=self._logprobs(index, sampled[index], counts[index]),
+                )
+                for index, row in enumerate(self.sampler_rows)
+            ),
+        )
+
+    def _logprobs(self, index: int, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...] | None:
+        top = self.wanted_logprobs[index]
+        if self.logprobs is None or top < 0:
+            return None
+        chosen: list[float] = self.logprobs.chosen[index].tolist()
+        ids: list[list[int]] = self.logprobs.top_ids[index, :, :top].tolist()
+        values: list[list[float]] = self.logprobs.top_values[index, :, :top].tolist()
+        return tuple(
+            TokenLogprob(tokens[r], chosen[r], tuple(zip(ids[r], values[r], strict=True))) for r in range(count)
+        )
+
+
+class Runner:
+    """One device's share of the engine. `launch` starts an iteration; results wait in the flight it returns."""
+
+    def __init__(self, spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> None:
+        self.spec, self.settings = spec, settings
+        self.rows = Rows.allocate(settings)
+        layout = CacheLayout(spec, settings.latent, settings.index)
+        target = Glm(spec, weights)
+        mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed)
+        self.iteration = Iteration(target, mtp, layout.allocate(settings.num_pages, settings.device), settings.num_drafts)
+        self._temperature: dict[int, float] = {}
+        self._wanted_logprobs: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Flight:
+        """Writes admissions to the device table and runs the iteration.
+
+        Everything is issued on one stream, so what this iteration writes is what the next one reads.
+        """
+        for admit in plan.admits:
+            self.rows.admit(admit)
+            self._temperature[admit.row] = admit.temperature
+            self._wanted_logprobs[admit.row] = admit.logprobs
+        sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
+        greedy = all(self._temperature[row] == 0.0 for row in sampler_rows)
+        batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts)
+        verified = self.iteration.run(batch, self.rows, draw_greedy if greedy else draw_general)
+        wanted = tuple(self._wanted_logprobs[row] for row in sampler_rows)
+        return Flight(plan, sampler_rows, verified, self._logprobs(verified, wanted), wanted)
+
+    def _logprobs(self, verified: Verified | None, wanted: tuple[int, ...]) -> Logprobs | None:
+        if verified is None or max(wanted, default=-1) < 0:
+            return None
+        num_requests, width, vocab = verified.logits.shape
+        chosen, top_ids, top_values = logprobs(verified.logits.view(-1, vocab), verified.sampled.view(-1), max(wanted))
+        return Logprobs(
+            chosen.view(num_requests, width),
+            top_ids.view(num_requests, width, -1),
+            top_values.view(num_requests, width, -1),
+        )

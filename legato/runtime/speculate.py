@@ -1,0 +1,184 @@
+"""The iteration: verify, accept, draft-extend, chain. The heart of speculative decoding, on tensors only.
+
+Every request samples its *own* token at each verified position, with noise keyed by (seed, position); drafts are accepted as
+long as they equal those samples. So what is emitted never depends on the drafts, greedy or not: speculation changes speed,
+not one token. Called by the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from legato.model.glm import Glm
+from legato.model.mtp import Mtp
+from legato.model.step import LayerCache, Selection
+from legato.ops import argmax, sample, verify
+from legato.runtime.batch import Batch, Samplers, make_step
+from legato.runtime.rows import Rows
+
+
+class Draw(Protocol):
+    """Chooses one token per row of logits [T, W], for device rows [T] and the absolute positions [T] of the new tokens."""
+
+    def __call__(self, logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor: ...
+
+
+def draw_greedy(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:
+    """The highest logit, ties to the lowest id: the variant for batches in which every request has temperature 0."""
+    del rows, device_rows, positions
+    return argmax(logits)
+
+
+def draw_general(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:
+    """Temperature, top_k, top_p and min_p of each row; temperature 0 is greedy here too."""
+    return sample(
+        logits,
+        rows.temperature[device_rows],
+        rows.top_k[device_rows],
+        rows.top_p[device_rows],
+        rows.min_p[device_rows],
+        rows.seed[device_rows],
+        positions,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target said about B requests.
+
+    Attributes:
+        logits: [B, R, W] float32.
+        sampled: [B, R] int64 the target's own tokens.
+        accepted: [B] int64 drafts that agreed with them, before any cut.
+        counts: [B] int64 tokens emitted: accepted + 1, cut at a stop id and at the length limit; 0 for a finished request.
+        done: [B] bool, the request has ended, now or before.
+        live: [B] bool, it had not ended before.
+    """
+
+    logits: Tensor
+    sampled: Tensor
+    accepted: Tensor
+    counts: Tensor
+    done: Tensor
+    live: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """The models and caches that an iteration runs on; K = `num_drafts`."""
+
+    target: Glm
+    mtp: Mtp | None
+    caches: Sequence[LayerCache]
+    num_drafts: int
+
+    def run(self, batch: Batch, rows: Rows, draw: Draw) -> Verified | None:
+        """One iteration: runs the batch, updates the device table, returns what the sampling requests emitted (if any sample)."""
+        hidden = self.target.hidden(batch.ids, batch.step, self.caches)
+        verified = None if batch.samplers is None else self._verify(hidden, batch.samplers, rows, draw)
+        drafts = None
+        if self.mtp is not None and self.num_drafts:
+            drafts = self._draft(self.mtp, hidden, batch, verified, rows, draw)
+        if verified is not None and batch.samplers is not None:
+            _advance(rows, batch.samplers, verified, drafts)
+        return verified
+
+    def _verify(self, hidden: Tensor, samplers: Samplers, rows: Rows, draw: Draw) -> Verified:
+        num_requests, width = samplers.row_index.shape
+        logits = self.target.logits(hidden[samplers.row_index.reshape(-1)])
+        offsets = torch.arange(width, device=hidden.device)
+        positions = samplers.base[:, None] + 1 + offsets
+        device_rows = samplers.rows[:, None].expand(num_requests, width)
+        sampled = draw(logits, rows, device_rows.reshape(-1), positions.reshape(-1)).view(num_requests, width)
+        accepted = verify(sampled, samplers.drafts, samplers.num_drafts)
+        counts, ended = cut(sampled, accepted + 1, rows.stop_ids[samplers.rows], rows.max_lengths[samplers.rows] - samplers.base - 1)
+        live = ~rows.done[samplers.rows]
+        return Verified(
+            logits=logits.view(num_requests, width, -1),
+            sampled=sampled,
+            accepted=accepted,
+            counts=torch.where(live, counts, torch.zeros_like(counts)),
+            done=ended | ~live,
+            live=live,
+        )
+
+    def _draft(
+        self, mtp: Mtp, hidden: Tensor, batch: Batch, verified: Verified | None, rows: Rows, draw: Draw
+    ) -> Tensor | None:
+        """Draft-extend over the same rows, then the chain: [B, K] drafts for the next iteration."""
+        next_ids, step = batch.next_ids, batch.step
+        cache = self.caches[-1]
+        if batch.samplers is None or verified is None:
+            mtp.forward(next_ids, hidden, step, cache, None)
+            return None
+        sampler_of, offset = batch.samplers.sampler_of, batch.samplers.offset
+        is_verifying, request = sampler_of >= 0, sampler_of.clamp(min=0)
+        next_ids = torch.where(is_verifying, verified.sampled[request, offset], next_ids)
+        is_rejected = is_verifying & (offset >= verified.counts[request])
+        step = replace(step, slots=torch.where(is_rejected, torch.full_like(step.slots, -1), step.slots))
+        extended, selection = mtp.forward(next_ids, hidden, step, cache, None)
+
+        last = (verified.counts - 1).clamp(min=0)
+        seed = batch.samplers.row_index.gather(1, last[:, None])[:, 0]
+        shared = Selection(selection.slots[seed], selection.counts[seed])
+        return self._chain(mtp, extended[seed], shared, batch.samplers, last, rows, draw)
+
+    def _chain(
+        self,
+        mtp: Mtp,
+        hidden: Tensor,
+        selection: Selection,
+        samplers: Samplers,
+        last: Tensor,
+        rows: Rows,
+        draw: Draw,
+    ) -> Tensor:
+        """K drafts from the last accepted row: its hidden state gives the first, single-row steps that reuse its selection the rest."""
+        drafts: list[Tensor] = []
+        position = samplers.base + last
+        while True:
+            token = draw(self.target.logits(hidden), rows, samplers.rows, position + 2)
+            drafts.append(token)
+            if len(drafts) == self.num_drafts:
+                return torch.stack(drafts, dim=1)
+            position = position + 1
+            step = make_step(position, samplers.rows, rows, self.target.spec)
+            step = replace(step, slots=torch.full_like(step.slots, -1))
+            hidden, _ = mtp.forward(token, hidden, step, self.caches[-1], selection)
+
+
+def cut(sampled: Tensor, counts: Tensor, stop_ids: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """Cuts what was accepted at the first stop id and at the length limit, whichever comes first.
+
+    Args:
+        sampled: [B, R] int64 tokens.
+        counts: [B] int64, how many of them were accepted.
+        stop_ids: [B, *] int64, -1 where unused.
+        limits: [B] int64 tokens that may still be emitted (0 or less: none).
+
+    Returns:
+        [B] int64 counts after the cut, and [B] bool whether the request ends here.
+    """
+    width = sampled.shape[1]
+    offsets = torch.arange(width, device=sampled.device)
+    is_stop = (sampled[:, :, None] == stop_ids[:, None, :]).any(-1) & (offsets < counts[:, None])
+    first_stop = torch.where(is_stop, offsets, torch.full_like(offsets, width)).amin(1)
+    stopped = torch.minimum(counts, first_stop + 1)
+    limited = torch.minimum(stopped, limits.clamp(min=0))
+    return limited, (limited >= limits) | ((first_stop < width) & (limited == first_stop + 1))
+
+
+def _advance(rows: Rows, samplers: Samplers, verified: Verified, drafts: Tensor | None) -> None:
+    """Writes the next iteration's inputs: newest token, drafts, length, done flag. A finished row keeps what it has."""
+    index, counts = samplers.rows, verified.counts
+    newest = verified.sampled.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+    rows.tokens[index, 0] = torch.where(counts > 0, newest, rows.tokens[index, 0])
+    if drafts is not None:
+        rows.tokens[index, 1 : drafts.shape[1] + 1] = drafts
+    rows.lengths[index] = samplers.base + counts
+    rows.done[index] = verified.done

@@ -1,0 +1,10 @@
+"""Pure decisions: who runs, how far, on which pages. Never imports torch, reads no clock, does no I/O.
+
+The engine's loop asks a `Scheduler` for plans and hands it outcomes; nothing here knows how either is carried out.
+"""
+
+from legato.schedule.pool import Pool
+from legato.schedule.request import Request, RequestError
+from legato.schedule.scheduler import Limits, Progress, Scheduler
+
+__all__ = ["Limits", "Pool", "Progress", "Request", "RequestError", "Scheduler"]

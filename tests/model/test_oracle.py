@@ -1,0 +1,223 @@
+"""The model against transformers' GlmMoeDsaForCausalLM, past `index_topk`, however the rows are cut and batched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from legato.config import Config, CacheConfig, ExecutionConfig, Resolved, ScheduleConfig, resolve
+from legato.model.checkpoint import Checkpoint
+from legato.model.spec import ModelSpec
+from legato.model.weights import GlmWeights, Residency, load_weights
+from legato.plan import Admit, Extend, Plan
+from legato.runtime.batch import build_batch
+from legato.runtime.runner import Runner
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 200
+TOLERANCE = 1e-4
+
+
+def tiny_config() -> dict[str, object]:
+    """The smallest configuration in which every structure matters: top-k of 8 over hundreds of tokens, three full layers."""
+    return {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "first_k_dense_replace": 2,
+        "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+        "index_topk": 8,
+        "index_n_heads": 32,
+        "index_head_dim": 32,
+        "indexer_types": ["full", "full", "shared", "shared", "full", "shared", "shared"],
+        "indexer_rope_interleave": True,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": 8e6, "rope_type": "default"},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 0,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "initializer_range": 0.1,
+    }
+
+
+class Oracle:
+    """A random transformers model with every norm and bias randomised, and its checkpoint on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(7)
+        config = transformers.GlmMoeDsaConfig(**{k: v for k, v in tiny_config().items() if k != "architectures"})
+        config._attn_implementation = "eager"
+        config._experts_implementation = "eager"
+        self.model = transformers.GlmMoeDsaForCausalLM(config).eval().float()
+        for name, parameter in list(self.model.named_parameters()) + list(self.model.named_buffers()):
+            if name.endswith("norm.weight") or "layernorm" in name:
+                parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+            elif name.endswith("k_norm.bias"):
+                parameter.data = 0.1 * torch.randn_like(parameter)
+            elif name.endswith("e_score_correction_bias"):
+                parameter.data = 0.3 * torch.randn_like(parameter)
+        for layer in self.model.model.layers:
+            # One epsilon everywhere, as the engines and the training code have it; transformers hard-codes 1e-6 here.
+            layer.self_attn.q_a_layernorm.variance_epsilon = 1e-5
+            layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-5
+        self.model.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(tiny_config()))
+        self.folder = folder
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        return self.model(torch.tensor([list(ids)])).logits[0]
+
+
+class Engineless:
+    """Drives a runner's own batches, caches and layers by hand, and keeps every row's logits."""
+
+    def __init__(self, spec: ModelSpec, weights: GlmWeights) -> None:
+        self.settings = exact_settings(spec)
+        self.runner = Runner(spec, weights, self.settings)
+        self.spec = spec
+        self._next_page = 1
+
+    def admit(self, row: int, length: int) -> None:
+        pages = tuple(range(self._next_page, self._next_page + -(-length // 64)))
+        self._next_page += len(pages)
+        self.runner.rows.admit(Admit(row, pages, length, (), 0.0, 0, 1.0, 0.0, 0, -1))
+
+    @torch.inference_mode()
+    def extend(self, extends: Sequence[Extend]) -> Tensor:
+        batch = build_batch(Plan(0, (), tuple(extends), ()), self.runner.rows, self.spec, 0)
+        hidden = self.runner.iteration.target.hidden(batch.ids, batch.step, self.runner.iteration.caches)
+        return self.runner.iteration.target.logits(hidden)
+
+
+def exact_settings(spec: ModelSpec) -> Resolved:
+    config = Config(
+        cache=CacheConfig(latent="float32", index="float32", tokens=64 * 64),
+        schedule=ScheduleConfig(max_running=8),
+        execution=ExecutionConfig(device="cpu"),
+        num_drafts=0,
+    )
+    return resolve(config, max_position=spec.max_position, has_mtp=False, cuda_available=False)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(tmp_path_factory.mktemp("oracle"))
+
+
+@pytest.fixture(scope="module")
+def loaded(oracle: Oracle) -> tuple[ModelSpec, GlmWeights]:
+    checkpoint = Checkpoint.open(oracle.folder)
+    spec = ModelSpec.from_config(checkpoint.config)
+    return spec, load_weights(checkpoint, spec, device="cpu", dtype=torch.float32, resident=Residency.DENSE)
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture
+def engineless(loaded: tuple[ModelSpec, GlmWeights]) -> Engineless:
+    return Engineless(*loaded)
+
+
+def chunks(ids: Sequence[int], size: int, row: int = 1) -> Iterator[Extend]:
+    for start in range(0, len(ids), size):
+        stop = min(start + size, len(ids))
+        yield Extend(row, start, tuple(ids[start:stop]), None)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert (ours - theirs).abs().max().item() <= TOLERANCE
+
+
+def test_full_prefill(engineless: Engineless, oracle: Oracle, ids: list[int]) -> None:
+    engineless.admit(1, LENGTH)
+    assert_close(engineless.extend([Extend(1, 0, tuple(ids), None)]), oracle.logits(ids))
+
+
+def test_the_context_is_past_index_topk(loaded: tuple[ModelSpec, GlmWeights]) -> None:
+    assert LENGTH > 10 * loaded[0].index_topk
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_chunks(engineless: Engineless, oracle: Oracle, ids: list[int], size: int) -> None:
+    """Chunk size 1 is token by token."""
+    engineless.admit(1, LENGTH)
+    rows = [engineless.extend([chunk]) for chunk in chunks(ids, size)]
+    assert_close(torch.cat(rows), oracle.logits(ids))
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 127, 128, 129])
+def test_page_edges(engineless: Engineless, oracle: Oracle, ids: list[int], length: int) -> None:
+    """A prompt that ends at an edge, then one token more."""
+    engineless.admit(1, length + 1)
+    prompt = engineless.extend([Extend(1, 0, tuple(ids[:length]), None)])
+    extra = engineless.extend([Extend(1, length, (ids[length],), None)])
+    assert_close(torch.cat((prompt, extra)), oracle.logits(ids[: length + 1]))
+
+
+def test_mixed_batches(engineless: Engineless, oracle: Oracle, ids: list[int]) -> None:
+    """Four requests of different lengths and chunk sizes share every iteration, on interleaved pages."""
+    prompts = {1: ids[:150], 2: ids[40:140], 3: ids[100:171], 4: list(reversed(ids))[:90]}
+    sizes = {1: 13, 2: 7, 3: 17, 4: 1}
+    for row, prompt in prompts.items():
+        engineless.admit(row, len(prompt))
+    streams = {row: chunks(prompt, sizes[row], row) for row, prompt in prompts.items()}
+    logits: dict[int, list[Tensor]] = {row: [] for row in prompts}
+    while streams:
+        batch = [(row, chunk) for row, stream in list(streams.items()) if (chunk := next(stream, None)) is not None]
+        for row in set(streams) - {row for row, _ in batch}:
+            del streams[row]
+        if batch:
+            parts = engineless.extend([chunk for _, chunk in batch]).split([len(chunk.tokens) for _, chunk in batch])
+            for (row, _), part in zip(batch, parts, strict=True):
+                logits[row].append(part)
+    for row, prompt in prompts.items():
+        assert_close(torch.cat(logits[row]), oracle.logits(prompt))
+
+
+def test_half_split_indexer_rope_fails_past_index_topk(
+    loaded: tuple[ModelSpec, GlmWeights], oracle: Oracle, ids: list[int]
+) -> None:
+    """The negative control: the wrong rotary layout in the indexer is invisible below `index_topk` and plain beyond it."""
+    spec, weights = loaded
+    wrong = Engineless(replace(spec, index_rope_interleaved=False), weights)
+    wrong.admit(1, LENGTH)
+    error = (wrong.extend([Extend(1, 0, tuple(ids), None)]) - oracle.logits(ids)).abs().amax(-1)
+    assert error[: spec.index_topk].max().item() <= TOLERANCE
+    assert error[spec.index_topk :].max().item() > 0.1

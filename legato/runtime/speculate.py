@@ -96,7 +96,8 @@ class Iteration:
         device_rows = samplers.rows[:, None].expand(num_requests, width)
         sampled = draw(logits, rows, device_rows.reshape(-1), positions.reshape(-1)).view(num_requests, width)
         accepted = verify(sampled, samplers.drafts, samplers.num_drafts)
-        counts, ended = cut(sampled, accepted + 1, rows.stop_ids[samplers.rows], rows.max_lengths[samplers.rows] - samplers.base - 1)
+        limits = rows.max_lengths[samplers.rows] - samplers.base - 1
+        counts, ended = cut(sampled, accepted + 1, rows.stop_ids[samplers.rows], limits)
         live = ~rows.done[samplers.rows]
         return Verified(
             logits=logits.view(num_requests, width, -1),
@@ -138,7 +139,7 @@ class Iteration:
         rows: Rows,
         draw: Draw,
     ) -> Tensor:
-        """K drafts from the last accepted row: its hidden state gives the first, single-row steps that reuse its selection the rest."""
+        """K drafts: the last accepted row's hidden state gives the first, single-row steps that reuse its selection the rest."""
         drafts: list[Tensor] = []
         position = samplers.base + last
         while True:

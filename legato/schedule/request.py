@@ -19,7 +19,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine is asked to do: `prompt` token ids, how to sample, and the ids that end it (the checkpoint's and the user's)."""
+    """What the engine is asked to do: `prompt` token ids, how to sample, and the ids that end it (checkpoint's and user's)."""
 
     id: str
     prompt: tuple[int, ...]

@@ -1,0 +1,55 @@
+"""The vocabulary of GLM-5.2's mathematics: every computation as a function whose body, in plain PyTorch, is its meaning.
+
+Read the folders in this order and you have read the model: pointwise, gemm, cache, prologue, score, select, attend, experts, sample,
+rows. Imports torch and nothing of ours. Called by `legato.quant`, `legato.model` and `legato.runtime`.
+"""
+
+from legato.ops.attend import sparse_mha, sparse_mla
+from legato.ops.cache import gather_index_pages, gather_latent, store_index_keys, store_latent
+from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
+from legato.ops.gemm import linear_bf16, linear_fp8_block, linear_heads, linear_int4, linear_nvfp4
+from legato.ops.op import Bindings, BindError, Op, bind, registered
+from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
+from legato.ops.prologue import quantize_index_query
+from legato.ops.rows import cache_slots
+from legato.ops.sample import gumbel, logprobs, sample, verify
+from legato.ops.score import index_scores
+from legato.ops.select import top_k
+
+__all__ = [
+    "BindError",
+    "Bindings",
+    "Op",
+    "bind",
+    "cache_slots",
+    "gather_index_pages",
+    "gather_latent",
+    "gumbel",
+    "index_scores",
+    "layer_norm",
+    "linear_bf16",
+    "linear_fp8_block",
+    "linear_heads",
+    "linear_int4",
+    "linear_nvfp4",
+    "logprobs",
+    "moe_bf16",
+    "moe_fp8_block",
+    "moe_int4",
+    "moe_nvfp4",
+    "quantize_index_query",
+    "registered",
+    "rms_norm",
+    "rope_angles",
+    "rope_half",
+    "rope_interleaved",
+    "route",
+    "sample",
+    "sparse_mha",
+    "sparse_mla",
+    "store_index_keys",
+    "store_latent",
+    "swiglu",
+    "top_k",
+    "verify",
+]

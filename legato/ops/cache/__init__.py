@@ -1,0 +1,118 @@
+"""Writing tokens into the paged caches, and reading them back as numbers.
+
+Owns what a store and a gather mean; the byte layouts are in `layout.py`. A slot is page * 64 + offset; a negative slot is no token.
+Knows no request and no page table. Called by `legato.model`; the gathers also by the references of `attend` and `score`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from legato.ops.cache.layout import (
+    INDEX_PAGE_BYTES,
+    LATENT_BYTES,
+    LATENT_GROUP,
+    LATENT_ROPE,
+    LATENT_WIDTH,
+    PAGE,
+    check_index_cache,
+    check_latent_cache,
+    e4m3_to_float,
+    index_page_views,
+    quantize_groups,
+)
+from legato.ops.op import op
+
+
+@op
+def store_latent(cache: Tensor, latent: Tensor, rope_key: Tensor, slots: Tensor) -> None:
+    """Write one latent and its rope key per row at `slots`; rows with a negative slot are skipped. Slots of a call are distinct.
+
+    cache: any latent layout, written in place; latent [T, C] (normalised), rope_key [T, R] (rotated), slots [T] int32 or int64.
+    The uint8 layout rounds the latent to e4m3 with one power-of-two scale per 128 and the rope key to bfloat16.
+    Raises ValueError for a layout that does not fit. Source: the "ds_mla" cache of FlashMLA.
+    """
+    check_latent_cache(cache, latent.shape[-1] + rope_key.shape[-1])
+    if cache.dtype == torch.uint8:
+        codes, scales = quantize_groups(latent.to(torch.float32).unflatten(-1, (-1, LATENT_GROUP)))
+        rope = rope_key.to(torch.bfloat16).contiguous()
+        parts = (codes.flatten(-2).view(torch.uint8), scales.flatten(-2).view(torch.uint8), rope.view(torch.uint8))
+        rows = torch.cat(parts, dim=-1)
+    else:
+        rows = torch.cat((latent.to(cache.dtype), rope_key.to(cache.dtype)), dim=-1)
+    _store_rows(cache.view(-1, cache.shape[-1]), rows, slots)
+
+
+def _store_rows(flat: Tensor, rows: Tensor, slots: Tensor) -> None:
+    kept = slots >= 0
+    if not bool(kept.all()):
+        rows, slots = rows[kept], slots[kept]
+    flat.index_copy_(0, slots.to(torch.int64), rows)
+
+
+@op(reference_ok=True)
+def gather_latent(cache: Tensor, slots: Tensor) -> Tensor:
+    """The latents and rope keys at `slots`, as numbers: float32 [..., C+R]. Negative slots give zeros.
+
+    cache: any latent layout; slots [...] int32 or int64. Raises ValueError for an unknown layout.
+    """
+    flat = slots.reshape(-1).to(torch.int64)
+    rows = read_latent_rows(cache, flat.clamp_min(0))
+    rows = rows.masked_fill_((flat < 0).unsqueeze(-1), 0.0) if rows.shape[0] else rows
+    return rows.view(*slots.shape, rows.shape[-1])
+
+
+def read_latent_rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """The same for a flat list of valid slots [n] int64 -> float32 [n, C+R]; a plain function that `attend` shares."""
+    width = LATENT_WIDTH + LATENT_ROPE if cache.dtype == torch.uint8 else cache.shape[-1]
+    check_latent_cache(cache, width)
+    rows = cache.view(-1, cache.shape[-1]).index_select(0, slots)
+    if cache.dtype != torch.uint8:
+        return rows.to(torch.float32)
+    codes = rows[:, :LATENT_WIDTH].unflatten(1, (-1, LATENT_GROUP))
+    scales = rows[:, LATENT_WIDTH : LATENT_BYTES - 2 * LATENT_ROPE].view(torch.float32).unsqueeze(-1)
+    latent = (e4m3_to_float(codes.view(torch.float8_e4m3fn)) * scales).flatten(1)
+    rope = rows[:, LATENT_BYTES - 2 * LATENT_ROPE :].view(torch.bfloat16).to(torch.float32)
+    return torch.cat((latent, rope), dim=-1)
+
+
+@op
+def store_index_keys(cache: Tensor, keys: Tensor, slots: Tensor) -> None:
+    """Write one indexer key per row at `slots`; rows with a negative slot are skipped. Slots of a call are distinct.
+
+    cache: any index layout, written in place; keys [T, X] (normalised and rotated), slots [T] int32 or int64.
+    The uint8 layout rounds a key to e4m3 with one power-of-two scale over its 128 numbers.
+    Raises ValueError for a layout that does not fit. Source: the index-K cache of DeepSeek-V3.2.
+    """
+    check_index_cache(cache, keys.shape[-1])
+    keys = keys.to(torch.float32)
+    if cache.dtype == torch.float32:
+        _store_rows(cache.view(-1, keys.shape[-1]), keys, slots)
+        return
+    codes, scales = quantize_groups(keys)
+    kept = slots >= 0
+    if not bool(kept.all()):
+        codes, scales, slots = codes[kept], scales[kept], slots[kept]
+    slots = slots.to(torch.int64)
+    pages, offsets = slots // PAGE, slots % PAGE
+    stored_keys, stored_scales = index_page_views(cache)
+    stored_keys.view(torch.uint8)[pages, offsets] = codes.view(torch.uint8)
+    stored_scales[pages, offsets] = scales.squeeze(-1)
+
+
+@op(reference_ok=True)
+def gather_index_pages(cache: Tensor, page_ids: Tensor) -> Tensor:
+    """Whole pages of indexer keys, as numbers: float32 [..., 64, X]. Negative page ids give zeros.
+
+    cache: any index layout; page_ids [...] int32 or int64. Raises ValueError for an unknown layout.
+    """
+    check_index_cache(cache, 128 if cache.dtype == torch.uint8 else cache.shape[-1])
+    flat = page_ids.reshape(-1).to(torch.int64)
+    pages = cache.index_select(0, flat.clamp_min(0))
+    if cache.dtype == torch.uint8:
+        codes, scales = index_page_views(pages.view(-1, INDEX_PAGE_BYTES))
+        pages = e4m3_to_float(codes).mul_(scales.unsqueeze(-1))
+    if bool((flat < 0).any()):
+        pages = pages.masked_fill((flat < 0).view(-1, 1, 1), 0.0)
+    return pages.view(*page_ids.shape, *pages.shape[1:])

@@ -1,0 +1,73 @@
+"""Arithmetic in which the bits of a row never depend on how many other rows there are or where it stands among them.
+
+Owns the two tricks the references are built from: matrix products in blocks of eight rows, and transcendental functions in whole vectors.
+Knows no op. Called by the reference bodies; on a GPU the same code runs, with the library's own guarantees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Rows of one matrix product. With exactly 8 rows the CPU libraries treat every row alike; with 1..7 or 9 they do not.
+ROW_BLOCK = 8
+#: Columns of one product, where they divide the width: small products run in parallel, one per core, each on one core.
+COLUMN_BLOCK = 64
+#: Elements a transcendental function sees at once: below the size at which PyTorch splits a call over threads at arbitrary places.
+_VECTOR_CHUNK = 16384
+#: A multiple of every vector width in use: within it no element falls in a scalar tail, whose exp and log round differently.
+_VECTOR = 64
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """`x` [T, K] in float32, contiguous, with zero rows appended up to a multiple of ROW_BLOCK."""
+    missing = -x.shape[0] % ROW_BLOCK
+    x = x.to(torch.float32)
+    return F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+
+
+def column_blocks(weight: Tensor) -> Tensor:
+    """`weight` [..., N, K] (float32, contiguous) seen as [..., N/b, K, b] where b is at most COLUMN_BLOCK and divides N."""
+    rows, columns = weight.shape[-2:]
+    block = COLUMN_BLOCK
+    while rows % block and block > 16:
+        block //= 2
+    if rows % block:
+        block = rows
+    return weight.unflatten(-2, (rows // block, block)).transpose(-1, -2)
+
+
+def block_matmul(rows: Tensor, blocks: Tensor) -> Tensor:
+    """rows [8, K] times column blocks [n, K, b] -> [8, n*b]."""
+    count, _, width = blocks.shape
+    if count == 1:
+        return torch.mm(rows, blocks[0])
+    return torch.bmm(rows.expand(count, ROW_BLOCK, rows.shape[1]), blocks).transpose(0, 1).reshape(ROW_BLOCK, count * width)
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, in float32 -> [T, N]."""
+    padded = pad_rows(x)
+    blocks = column_blocks(weight.to(torch.float32))
+    if padded.shape[0] == ROW_BLOCK:
+        return block_matmul(padded, blocks)[: x.shape[0]]
+    if padded.shape[0] == 0:
+        return padded.new_zeros(0, weight.shape[0])
+    return torch.cat([block_matmul(rows, blocks) for rows in padded.split(ROW_BLOCK)])[: x.shape[0]]
+
+
+def map_elements(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` (elementwise, shape-preserving) of every element of `x` [..., n], float32."""
+    if x.device.type != "cpu":
+        return function(x)
+    width = x.shape[-1]
+    missing = -width % _VECTOR
+    padded = F.pad(x, (0, missing), value=1.0) if missing else x.contiguous()
+    if padded.numel() <= _VECTOR_CHUNK:
+        mapped = function(padded)
+    else:
+        mapped = torch.cat([function(chunk) for chunk in padded.view(-1).split(_VECTOR_CHUNK)]).view(padded.shape)
+    return mapped[..., :width] if missing else mapped

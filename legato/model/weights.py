@@ -1,0 +1,277 @@
+"""The weights of a GLM-5 model, and loading them from a checkpoint.
+
+Owns the dataclasses the model reads and the order of loading. Must not know files (`checkpoint`), names (`names`) or
+formats (`quant`) beyond calling them. Called once per rank at start-up. Shape letters: docs/shapes.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from legato.model.checkpoint import Checkpoint, Progress, no_progress
+from legato.model.faults import CheckpointError, Problem
+from legato.model.inventory import Inventory, Stored, survey
+from legato.model.names import layer_prefix
+from legato.model.spec import ModelSpec
+from legato.quant.dense import DenseExperts, DenseWeight, Triple
+from legato.quant.join import concatenate
+from legato.quant.stored import build, collect, stackable
+from legato.quant.weight import Experts, Weight
+
+
+class Residency(Enum):
+    """DENSE: every weight is dequantised once, to the model's dtype. STORED: weights stay in the format of the
+    checkpoint."""
+
+    DENSE = "dense"
+    STORED = "stored"
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    """wq_b [I*X, Q], wk [X, D], k_norm_weight [X], k_norm_bias [X], weights_proj [I, D] float32."""
+
+    wq_b: Weight
+    wk: Weight
+    k_norm_weight: torch.Tensor
+    k_norm_bias: torch.Tensor
+    weights_proj: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """qkv_a [Q+C+R, D] (q_a rows, then kv_a rows), q_a_norm [Q], q_b [H*(N+R), Q], kv_a_norm [C], w_uk [H, N, C], w_uv
+    [H, V, C], o [D, H*V]; the indexer is None on layers that reuse an earlier selection."""
+
+    qkv_a: Weight
+    q_a_norm: torch.Tensor
+    q_b: Weight
+    kv_a_norm: torch.Tensor
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+    o: Weight
+    indexer: IndexerWeights | None
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """gate_up [2F, D] (gate rows, then up rows), down [D, F]."""
+
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """gate [E, D] float32, bias [E] float32 (chooses, never weighs), the routed experts, the shared expert if there is
+    one."""
+
+    gate: torch.Tensor
+    bias: torch.Tensor
+    experts: Experts
+    shared: MlpWeights | None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """input_norm [D], attention, post_norm [D], mlp."""
+
+    input_norm: torch.Tensor
+    attention: AttentionWeights
+    post_norm: torch.Tensor
+    mlp: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """enorm [D] (on the embedding), hnorm [D] (on the hidden), eh_proj [D, 2D] over [embedding ; hidden], the layer,
+    norm [D]."""
+
+    enorm: torch.Tensor
+    hnorm: torch.Tensor
+    eh_proj: Weight
+    layer: LayerWeights
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class GlmWeights:
+    """embed [W, D], the decoder layers, norm [D], lm_head [W, D], and the MTP layer where it is wanted and present."""
+
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    lm_head: Weight
+    mtp: MtpWeights | None
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    resident: Residency,
+    progress: Progress = no_progress,
+) -> GlmWeights:
+    """Loads every weight that `spec` asks for, or nothing.
+
+    Names, shapes and dtypes of the whole checkpoint are checked before the first byte is read; scales are checked as
+    they are read. Norms and dense weights come in `dtype`; router, its bias and the index gates in float32; experts
+    that mix formats are dequantised. With `spec.has_mtp` false the MTP layer is neither read nor fetched; `mtp` is None
+    also where the checkpoint has none.
+    Raises `CheckpointError`.
+    """
+    inventory = survey(checkpoint, spec)
+    inventory.require()
+    reader = _Reader(checkpoint, inventory, torch.device(device), dtype, resident, progress)
+    loader = _Loader(spec, reader)
+    embed = reader.float_tensor("model.embed_tokens.weight")
+    layers = tuple(loader.layer(layer) for layer in range(spec.num_layers))
+    mtp = loader.mtp() if inventory.has_mtp else None
+    return GlmWeights(embed, layers, reader.float_tensor("model.norm.weight"), reader.linear("lm_head"), mtp)
+
+
+class _Reader:
+    """Reads single tensors and weights, checks scale values, counts bytes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        inventory: Inventory,
+        device: torch.device,
+        dtype: torch.dtype,
+        resident: Residency,
+        progress: Progress,
+    ) -> None:
+        self.checkpoint, self.inventory, self.device, self.dtype = checkpoint, inventory, device, dtype
+        self.resident, self.progress = resident, progress
+        self.done_bytes, self.total_bytes = 0, inventory.nbytes
+
+    def float_tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = self._read(name)
+        return tensor.to(self.device, dtype or self.dtype)
+
+    def stored(self, module: str) -> Weight:
+        """The weight as it lies in the checkpoint, on the CPU, with its scales checked."""
+        entry = self.inventory.linears[module]
+        tensors = {suffix: self._read(name) for suffix, name in entry.names.items()}
+        if "weight_shape" in tensors and tuple(tensors["weight_shape"].tolist()) != entry.expected.shape:
+            shape = tensors["weight_shape"].tolist()
+            raise self._fault(entry, "weight_shape", f"{list(entry.expected.shape)}", f"{shape}")
+        weight = build(entry.format, tensors)
+        if (found := weight.fault()) is not None:
+            suffix = next(suffix for suffix in entry.names if "scale" in suffix)
+            raise self._fault(entry, suffix, "finite scales above zero", found)
+        return weight
+
+    def linear(self, module: str) -> Weight:
+        return self._place(self.stored(module))
+
+    def joined(self, modules: list[str]) -> Weight:
+        """Weights over one input as one weight."""
+        return concatenate([self._place(self.stored(module)) for module in modules])
+
+    def dense(self, module: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.stored(module).dequantize(dtype).to(self.device)
+
+    def experts(self, prefix: str, spec: ModelSpec) -> Experts:
+        modules = [
+            [f"{prefix}{expert}.{part}_proj" for part in ("gate", "up", "down")] for expert in range(spec.num_experts)
+        ]
+        formats = [self.inventory.linears[module].format for triple in modules for module in triple]
+
+        def triples() -> Iterator[Triple]:
+            for gate, up, down in modules:
+                yield self.stored(gate), self.stored(up), self.stored(down)
+
+        if self.resident is Residency.DENSE or not stackable(formats, spec.expert_intermediate):
+            return DenseExperts.collect(triples(), spec.num_experts, self.dtype, self.device)
+        return collect(formats[0], triples(), spec.num_experts, self.dtype, self.device)
+
+    def _place(self, weight: Weight) -> Weight:
+        if self.resident is Residency.DENSE or isinstance(weight, DenseWeight):
+            return DenseWeight(weight.dequantize(self.dtype).to(self.device))
+        return weight.to(self.device)
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self.checkpoint.read(name)
+        self.done_bytes += self.checkpoint.tensors[name].nbytes
+        self.progress(self.done_bytes, self.total_bytes, name)
+        return tensor
+
+    def _fault(self, entry: Stored, suffix: str, wanted: str, found: str) -> CheckpointError:
+        info = self.checkpoint.tensors[entry.names[suffix]]
+        remedy = "The checkpoint is damaged: fetch or convert it again."
+        return CheckpointError([Problem(info.file, info.stored_name, wanted, found, remedy)])
+
+
+class _Loader:
+    """Assembles layers from the reader's weights: the order of the table in `legato.model.names`."""
+
+    def __init__(self, spec: ModelSpec, reader: _Reader) -> None:
+        self.spec, self.reader = spec, reader
+
+    def layer(self, layer: int) -> LayerWeights:
+        prefix, reader = layer_prefix(layer), self.reader
+        return LayerWeights(
+            input_norm=reader.float_tensor(prefix + "input_layernorm.weight"),
+            attention=self._attention(prefix + "self_attn.", layer),
+            post_norm=reader.float_tensor(prefix + "post_attention_layernorm.weight"),
+            mlp=self._mlp(prefix + "mlp.") if self._is_dense(layer) else self._moe(prefix + "mlp."),
+        )
+
+    def mtp(self) -> MtpWeights:
+        prefix, reader = layer_prefix(self.spec.num_layers), self.reader
+        return MtpWeights(
+            enorm=reader.float_tensor(prefix + "enorm.weight"),
+            hnorm=reader.float_tensor(prefix + "hnorm.weight"),
+            eh_proj=reader.linear(prefix + "eh_proj"),
+            layer=self.layer(self.spec.num_layers),
+            norm=reader.float_tensor(prefix + "shared_head.norm.weight"),
+        )
+
+    def _is_dense(self, layer: int) -> bool:
+        return layer < self.spec.num_layers and self.spec.is_dense(layer)
+
+    def _attention(self, prefix: str, layer: int) -> AttentionWeights:
+        spec, reader = self.spec, self.reader
+        kv_b = reader.dense(prefix + "kv_b_proj", reader.dtype)
+        heads = kv_b.view(spec.num_heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
+        return AttentionWeights(
+            qkv_a=reader.joined([prefix + "q_a_proj", prefix + "kv_a_proj_with_mqa"]),
+            q_a_norm=reader.float_tensor(prefix + "q_a_layernorm.weight"),
+            q_b=reader.linear(prefix + "q_b_proj"),
+            kv_a_norm=reader.float_tensor(prefix + "kv_a_layernorm.weight"),
+            w_uk=heads[:, : spec.nope_dim].contiguous(),
+            w_uv=heads[:, spec.nope_dim :].contiguous(),
+            o=reader.linear(prefix + "o_proj"),
+            indexer=self._indexer(prefix + "indexer.") if spec.is_full(layer) else None,
+        )
+
+    def _indexer(self, prefix: str) -> IndexerWeights:
+        reader = self.reader
+        return IndexerWeights(
+            wq_b=reader.linear(prefix + "wq_b"),
+            wk=reader.linear(prefix + "wk"),
+            k_norm_weight=reader.float_tensor(prefix + "k_norm.weight"),
+            k_norm_bias=reader.float_tensor(prefix + "k_norm.bias"),
+            weights_proj=reader.dense(prefix + "weights_proj", torch.float32),
+        )
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        gate_up = self.reader.joined([prefix + "gate_proj", prefix + "up_proj"])
+        return MlpWeights(gate_up, self.reader.linear(prefix + "down_proj"))
+
+    def _moe(self, prefix: str) -> MoeWeights:
+        reader = self.reader
+        return MoeWeights(
+            gate=reader.dense(prefix + "gate", torch.float32),
+            bias=reader.float_tensor(prefix + "gate.e_score_correction_bias", torch.float32),
+            experts=reader.experts(prefix + "experts.", self.spec),
+            shared=self._mlp(prefix + "shared_experts.") if self.spec.num_shared_experts else None,
+        )

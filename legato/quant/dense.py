@@ -1,0 +1,94 @@
+"""Weights kept as floating-point tensors: BF16 checkpoints, and every format dequantised once (`Residency.DENSE`).
+
+Owns `DenseWeight` and `DenseExperts`. Called by the loader; the model only sees the protocols of `legato.quant.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from legato.ops.experts import moe_bf16
+from legato.ops.gemm import linear_bf16
+from legato.quant.formats import Format
+from legato.quant.weight import Weight
+
+Triple = tuple[Weight, Weight, Weight]
+"""Gate, up and down projection of one expert."""
+
+
+@dataclass(frozen=True)
+class DenseWeight:
+    """tensor [N, K], bf16 or fp32."""
+
+    tensor: torch.Tensor
+
+    @property
+    def format(self) -> Format:
+        return Format.DENSE
+
+    @property
+    def out_features(self) -> int:
+        return self.tensor.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.tensor.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_bf16(x, self.tensor, residual)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.tensor.to(dtype)
+
+    def to(self, device: torch.device) -> DenseWeight:
+        return DenseWeight(self.tensor.to(device))
+
+    def fault(self) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class DenseExperts:
+    """w13 [E, 2F, D] (gate rows, then up rows), w2 [E, D, F], bf16 or fp32."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    @property
+    def format(self) -> Format:
+        return Format.DENSE
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_bf16(x, ids, weights, self.w13, self.w2)
+
+    def dequantize(self, dtype: torch.dtype) -> DenseExperts:
+        return DenseExperts(self.w13.to(dtype), self.w2.to(dtype))
+
+    @staticmethod
+    def collect(triples: Iterable[Triple], num_experts: int, dtype: torch.dtype, device: torch.device) -> DenseExperts:
+        """Dequantises expert after expert (any format) into two tensors; one expert is held twice at most."""
+        w13 = w2 = torch.empty(0)
+        for expert, (gate, up, down) in enumerate(triples):
+            width, hidden = gate.out_features, gate.in_features
+            if expert == 0:
+                w13 = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
+                w2 = torch.empty(num_experts, hidden, width, dtype=dtype, device=device)
+            w13[expert, :width] = gate.dequantize(dtype)
+            w13[expert, width:] = up.dequantize(dtype)
+            w2[expert] = down.dequantize(dtype)
+        return DenseExperts(w13, w2)

@@ -1,0 +1,138 @@
+"""FP8 weights with one fp32 scale per 128 x 128 block, as zai-org/GLM-5.2-FP8 stores them.
+
+Owns `Fp8BlockWeight`, `Fp8BlockExperts` and the quantiser. Must not know names or files. w = e4m3 * scale_inv (it
+multiplies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from legato.ops.experts import moe_fp8_block
+from legato.ops.gemm import linear_fp8_block
+from legato.ops.gemm.dequantize import dequantize_fp8_block
+from legato.quant.dense import DenseExperts, Triple
+from legato.quant.formats import BLOCK, Format
+from legato.quant.scales import float_fault, zero_fault
+
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Fp8BlockWeight:
+    """weight e4m3 [N, K], scale_inv fp32 [ceil(N/128), ceil(K/128)]; the last blocks may be partial."""
+
+    weight: torch.Tensor
+    scale_inv: torch.Tensor
+
+    @property
+    def format(self) -> Format:
+        return Format.FP8_BLOCK
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.scale_inv.nbytes
+
+    def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_fp8_block(x, self.weight, self.scale_inv, residual)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize_fp8_block(self.weight, self.scale_inv).to(dtype)
+
+    def to(self, device: torch.device) -> Fp8BlockWeight:
+        return Fp8BlockWeight(self.weight.to(device), self.scale_inv.to(device))
+
+    def fault(self) -> str | None:
+        if (found := float_fault(self.scale_inv)) is not None:
+            return found
+        if bool((self.scale_inv == 0).any()):
+            return zero_fault(self.scale_inv, _blocks(self.weight.float()).abs().amax((1, 3)))
+        return None
+
+
+@dataclass(frozen=True)
+class Fp8BlockExperts:
+    """w13 e4m3 [E, 2F, D] with scales [E, 2F/128, ceil(D/128)], w2 e4m3 [E, D, F] with scales; F is a multiple of
+    128."""
+
+    w13: torch.Tensor
+    w13_scale_inv: torch.Tensor
+    w2: torch.Tensor
+    w2_scale_inv: torch.Tensor
+
+    @property
+    def format(self) -> Format:
+        return Format.FP8_BLOCK
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w13_scale_inv.nbytes + self.w2.nbytes + self.w2_scale_inv.nbytes
+
+    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_fp8_block(x, ids, weights, self.w13, self.w13_scale_inv, self.w2, self.w2_scale_inv)
+
+    def dequantize(self, dtype: torch.dtype) -> DenseExperts:
+        w13 = dequantize_fp8_block(self.w13, self.w13_scale_inv).to(dtype)
+        return DenseExperts(w13, dequantize_fp8_block(self.w2, self.w2_scale_inv).to(dtype))
+
+    @staticmethod
+    def collect(triples: Iterable[Triple], num_experts: int, device: torch.device) -> Fp8BlockExperts:
+        """Stacks experts that are all `Fp8BlockWeight` with F a multiple of 128 (gate and up blocks then stay
+        whole)."""
+        w13 = w13_scale = w2 = w2_scale = torch.empty(0)
+        for expert, (gate, up, down) in enumerate(triples):
+            if not (
+                isinstance(gate, Fp8BlockWeight) and isinstance(up, Fp8BlockWeight) and isinstance(down, Fp8BlockWeight)
+            ):
+                raise TypeError("Fp8BlockExperts.collect takes Fp8BlockWeight only")
+            width, blocks = gate.out_features, gate.scale_inv.shape[0]
+            if expert == 0:
+                if width % BLOCK:
+                    raise ValueError(f"the expert width must be a multiple of {BLOCK}, got {width}")
+                w13 = _stacked(num_experts, 2 * width, gate.weight, device)
+                w13_scale = _stacked(num_experts, 2 * blocks, gate.scale_inv, device)
+                w2 = _stacked(num_experts, down.out_features, down.weight, device)
+                w2_scale = _stacked(num_experts, down.scale_inv.shape[0], down.scale_inv, device)
+            w13[expert, :width], w13[expert, width:] = gate.weight, up.weight
+            w13_scale[expert, :blocks], w13_scale[expert, blocks:] = gate.scale_inv, up.scale_inv
+            w2[expert], w2_scale[expert] = down.weight, down.scale_inv
+        return Fp8BlockExperts(w13, w13_scale, w2, w2_scale)
+
+
+def quantize_fp8_block(weight: torch.Tensor) -> Fp8BlockWeight:
+    """Quantises float [N, K]: scale_inv = amax / 448 per block (1 where the block is all zero), e4m3 =
+    round-to-nearest-even."""
+    rows, columns = weight.shape
+    blocks = _blocks(weight.float())
+    amax = blocks.abs().amax((1, 3))
+    scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
+    codes = (blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes = codes.reshape(scale.shape[0] * BLOCK, scale.shape[1] * BLOCK)[:rows, :columns]
+    return Fp8BlockWeight(codes.contiguous(), scale)
+
+
+def _blocks(values: torch.Tensor) -> torch.Tensor:
+    """[N, K] padded with zeros -> [ceil(N/128), 128, ceil(K/128), 128]."""
+    rows, columns = values.shape
+    padded = functional.pad(values, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+
+
+def _stacked(num_experts: int, rows: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(num_experts, rows, like.shape[1], dtype=like.dtype, device=device)

@@ -1,0 +1,151 @@
+"""INT4 weights in groups of 128 columns, symmetric, from either of two public checkpoint layouts.
+
+Owns `Int4Weight`, `Int4Experts`, the quantiser and the (un)packing of both layouts. Must not know names or files. w = q
+* scale with q in [-8, 7]. Resident layout: two's-complement nibbles, the even column in the low nibble.
+
+No INT4 release of GLM-5.2 was at hand. Assumed layouts: (a) compressed-tensors "pack-quantized": int32 [N, K/8], eight
+nibbles per word, lowest bits first, offset binary (q = nibble - 8); (b) w4afp8: int8 [N, K/2], the even column in the
+low nibble, two's complement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from legato.ops.experts import moe_int4
+from legato.ops.gemm import linear_int4
+from legato.ops.gemm.dequantize import dequantize_int4
+from legato.quant.dense import DenseExperts, Triple
+from legato.quant.formats import BLOCK, Format
+from legato.quant.scales import float_fault, zero_fault
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """packed u8 [N, K/2], scale bf16 or fp32 [N, K/128]."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def format(self) -> Format:
+        return Format.INT4_NIBBLES
+
+    @property
+    def out_features(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.packed.shape[1] * 2
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes
+
+    def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_int4(x, self.packed, self.scale, residual)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize_int4(self.packed, self.scale).to(dtype)
+
+    def to(self, device: torch.device) -> Int4Weight:
+        return Int4Weight(self.packed.to(device), self.scale.to(device))
+
+    def fault(self) -> str | None:
+        if (found := float_fault(self.scale)) is not None:
+            return found
+        if bool((self.scale == 0).any()):
+            groups = self.packed.reshape(self.out_features, -1, BLOCK // 2)
+            return zero_fault(self.scale, groups.amax(-1))
+        return None
+
+
+@dataclass(frozen=True)
+class Int4Experts:
+    """w13 u8 [E, 2F, D/2], w13_scale [E, 2F, D/128], w2 u8 [E, D, F/2], w2_scale [E, D, F/128]."""
+
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+
+    @property
+    def format(self) -> Format:
+        return Format.INT4_NIBBLES
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w13_scale.nbytes + self.w2.nbytes + self.w2_scale.nbytes
+
+    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_int4(x, ids, weights, self.w13, self.w13_scale, self.w2, self.w2_scale)
+
+    def dequantize(self, dtype: torch.dtype) -> DenseExperts:
+        w13 = dequantize_int4(self.w13, self.w13_scale).to(dtype)
+        return DenseExperts(w13, dequantize_int4(self.w2, self.w2_scale).to(dtype))
+
+    @staticmethod
+    def collect(triples: Iterable[Triple], num_experts: int, device: torch.device) -> Int4Experts:
+        """Stacks experts that are all `Int4Weight`."""
+        w13 = w13_scale = w2 = w2_scale = torch.empty(0)
+        for expert, (gate, up, down) in enumerate(triples):
+            if not (isinstance(gate, Int4Weight) and isinstance(up, Int4Weight) and isinstance(down, Int4Weight)):
+                raise TypeError("Int4Experts.collect takes Int4Weight only")
+            width = gate.out_features
+            if expert == 0:
+                w13 = _stacked(num_experts, 2 * width, gate.packed, device)
+                w13_scale = _stacked(num_experts, 2 * width, gate.scale, device)
+                w2 = _stacked(num_experts, down.out_features, down.packed, device)
+                w2_scale = _stacked(num_experts, down.out_features, down.scale, device)
+            w13[expert, :width], w13[expert, width:] = gate.packed, up.packed
+            w13_scale[expert, :width], w13_scale[expert, width:] = gate.scale, up.scale
+            w2[expert], w2_scale[expert] = down.packed, down.scale
+        return Int4Experts(w13, w13_scale, w2, w2_scale)
+
+
+def quantize_int4(weight: torch.Tensor) -> Int4Weight:
+    """Quantises float [N, K], K a multiple of 128: scale = group amax / 7 rounded to bf16 (1 where the group is all
+    zero), q = round-half-even(w / scale) clamped to [-8, 7]."""
+    rows, columns = weight.shape
+    if columns % BLOCK:
+        raise ValueError(f"INT4 needs a multiple of {BLOCK} columns, got {columns}")
+    groups = weight.float().reshape(rows, columns // BLOCK, BLOCK)
+    amax = groups.abs().amax(-1)
+    scale = torch.where(amax > 0, amax / 7.0, torch.ones_like(amax)).to(torch.bfloat16)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    codes = (groups / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int8)
+    return Int4Weight(_join(codes.reshape(rows, columns)), scale)
+
+
+def from_compressed_tensors(weight_packed: torch.Tensor, scale: torch.Tensor) -> Int4Weight:
+    """Layout (a) -> resident. weight_packed int32 [N, K/8], nibble i of a word (bits 4i..4i+3) is column 8w + i, q =
+    nibble - 8."""
+    octets = weight_packed.contiguous().view(torch.uint8)
+    return Int4Weight(octets ^ 0x88, scale)
+
+
+def to_compressed_tensors(weight: Int4Weight) -> torch.Tensor:
+    """Resident -> the int32 [N, K/8] of layout (a)."""
+    return (weight.packed ^ 0x88).view(torch.int32)
+
+
+def from_w4afp8(weight: torch.Tensor, scale: torch.Tensor) -> Int4Weight:
+    """Layout (b) -> resident: the same nibbles, int8 read as u8."""
+    return Int4Weight(weight.view(torch.uint8), scale)
+
+
+def _join(codes: torch.Tensor) -> torch.Tensor:
+    nibbles = codes.view(torch.uint8) & 0x0F
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+
+
+def _stacked(num_experts: int, rows: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(num_experts, rows, like.shape[1], dtype=like.dtype, device=device)

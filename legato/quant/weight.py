@@ -1,0 +1,70 @@
+"""What the model sees of a weight: it can be applied, measured and spelled out, whatever its format.
+
+Owns the two protocols and nothing else. Must not know formats or ops. Implemented by the format modules beside it; used
+by the loader and the model.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from legato.quant.formats import Format
+
+
+class Weight(Protocol):
+    """One linear weight [N, K], without bias."""
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes, scales included."""
+        ...
+
+    def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x[T,K] @ W.T (+ residual[T,N]) -> [T,N] in x.dtype."""
+        ...
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N, K] in `dtype`: computed in float32 with one rounding per element, then cast once."""
+        ...
+
+    def to(self, device: torch.device) -> Weight:
+        """The same weight on a device (itself when it is there already)."""
+        ...
+
+    def fault(self) -> str | None:
+        """What is wrong with the values of the scales (NaN, infinite, negative, zero), or None."""
+        ...
+
+
+class Experts(Protocol):
+    """The routed experts of one layer: w13[E, 2F, D] (gate rows, then up rows) and w2[E, D, F], in one format."""
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes, scales included."""
+        ...
+
+    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """sum_a weights[T,A] * expert[ids[T,A]](x[T,D]) -> [T,D]; ids < 0 contribute nothing."""
+        ...
+
+    def dequantize(self, dtype: torch.dtype) -> Experts:
+        """The same experts as dense tensors (`DenseExperts`) in `dtype`."""
+        ...

@@ -165,7 +165,8 @@ def test_environment_is_read_in_one_place() -> None:
 def test_repository_speaks_of_legato_alone() -> None:
     """No machine's paths and no registry hosts in tracked text."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    paths, hosts = r"(?<![\w.])/" + r"work/|/opt/" + r"(wheels|pypi)", r"files\.python" + r"hosted|py" + r"pi\.org|download\.py" + r"torch"
+    paths = r"(?<![\w.])/" + r"work/|/opt/" + r"(wheels|pypi)"
+    hosts = r"files\.python" + r"hosted|py" + r"pi\.org|download\.py" + r"torch"
     pattern = re.compile(f"{paths}|{hosts}")
     wrong = []
     for name in tracked:

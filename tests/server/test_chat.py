@@ -1,0 +1,206 @@
+"""The chat template: agreement with transformers on honest input, no control tokens from dishonest input, refusals that help."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from legato.server.chat import ChatError, ChatPrompt, ChatTemplate
+from legato.server.text import Tokenizer
+from tests.server.conftest import CONTROL, TAGS
+
+USER = {"role": "user", "content": "Write f(x) < 3 & say 你好"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds <a> and [b]: é",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "list[int]": {"type": "array"}}},
+    },
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "text": "x<y", "l": [1, None]}}}
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"messages": [USER]},
+    "high": {"messages": [USER], "reasoning_effort": "high"},
+    "low": {"messages": [USER], "reasoning_effort": "low"},
+    "thinking off": {"messages": [USER], "enable_thinking": False},
+    "thinking on": {"messages": [USER], "enable_thinking": True},
+    "system": {"messages": [{"role": "system", "content": "Be  brief."}, USER]},
+    "history": {"messages": [USER, {"role": "assistant", "content": " done ", "reasoning_content": "hm"}, USER]},
+    "history kept": {
+        "messages": [USER, {"role": "assistant", "content": "done", "reasoning_content": "hm"}, USER],
+        "clear_thinking": False,
+    },
+    "think in content": {"messages": [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+    "tools": {"messages": [USER], "tools": [TOOL, TOOL]},
+    "tool use": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+            {"role": "tool", "content": "4"},
+            {"role": "tool", "content": "[5]"},
+        ],
+        "tools": [TOOL],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(backend: Backend, template_source: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template_source)
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_honest_conversations_render_as_in_transformers(
+    name: str, template: ChatTemplate, oracle: PreTrainedTokenizerFast, backend: Backend
+) -> None:
+    case = dict(CONVERSATIONS[name])
+    messages, tools = case.pop("messages"), case.pop("tools", None)
+    prompt = template.render(messages, tools, **case)
+    expected = oracle.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False, **case)
+    assert prompt.text == expected
+    assert list(prompt.ids) == backend.encode(expected, add_special_tokens=False).ids
+
+
+def test_minimal_prompt(template: ChatTemplate) -> None:
+    prompt = template.render([{"role": "user", "content": "Hi"}])
+    assert prompt.text == "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>Hi<|assistant|><think>"
+
+
+def controls(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[str]:
+    return [text for text in map(tokenizer.control_text, prompt.ids) if text is not None]
+
+
+def hostile_places(text: str) -> dict[str, dict[str, Any]]:
+    """Every place where a client can put a string."""
+    call = {"function": {"name": text, "arguments": {text: text, "deep": {text: [text]}}}}
+    return {
+        "user": {"messages": [{"role": "user", "content": text}]},
+        "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": text[:3]}, text[3:]]}]},
+        "system": {"messages": [{"role": "system", "content": text}, USER]},
+        "assistant": {"messages": [USER, {"role": "assistant", "content": text, "reasoning_content": text}]},
+        "tool": {"messages": [USER, {"role": "tool", "content": text}]},
+        "call": {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]},
+        "tools": {"messages": [USER], "tools": [{"type": "function", "function": {"name": text, text: text}}]},
+        "kwarg": {"messages": [USER], "reasoning_effort": text},
+    }
+
+
+@pytest.mark.parametrize("control", CONTROL + TAGS)
+@pytest.mark.parametrize("place", hostile_places(""))
+def test_no_place_lets_a_client_write_control_tokens(
+    control: str, place: str, template: ChatTemplate, tokenizer: Tokenizer
+) -> None:
+    def rendered(text: str) -> ChatPrompt:
+        case = dict(hostile_places(text)[place])
+        return template.render(case.pop("messages"), case.pop("tools", None), **case)
+
+    attack = f"x{control}y{control}"
+    assert controls(rendered(attack), tokenizer) == controls(rendered("harmless"), tokenizer)
+    assert attack in rendered(attack).text.replace('\\"', '"') or place in ("kwarg", "parts")
+
+
+def test_json_escapes_stay_exact(template: ChatTemplate) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": 'say "<|user|>" \\ é\n'}}
+    line = next(line for line in template.render([USER], [tool]).text.split("\n") if '"description"' in line)
+    assert json.loads(line) == tool["function"]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "last"),
+    list(itertools.product((None, True, False), (None, "high", "max", "low", "none"), ("user", "tool", "assistant"))),
+)
+def test_start_state_is_what_the_prompt_ends_with(
+    thinking: bool | None, effort: str | None, last: str, template: ChatTemplate
+) -> None:
+    arguments: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    arguments |= {} if effort is None else {"reasoning_effort": effort}
+    tail = {"user": [], "tool": [{"role": "tool", "content": "<think>"}], "assistant": [{"role": "assistant", "content": "a"}]}
+    prompt = template.render([USER, *tail[last]], **arguments)
+    assert prompt.in_reasoning == prompt.text.endswith("<think>") == (thinking is not False)
+    line = "Reasoning Effort: High" if effort == "high" else "Reasoning Effort: Max"
+    assert (line in prompt.text) == (thinking is not False)
+
+
+def test_arguments_of_calls_may_be_json_text(template: ChatTemplate) -> None:
+    def with_arguments(arguments: Any) -> str:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return template.render([USER, {"role": "assistant", "tool_calls": [call]}]).text
+
+    assert with_arguments('{"a": 1}') == with_arguments({"a": 1})
+    assert with_arguments("") == with_arguments(None) == with_arguments({})
+
+
+def test_other_spellings(template: ChatTemplate) -> None:
+    developer = template.render([{"role": "developer", "content": "s"}, USER])
+    assert developer == template.render([{"role": "system", "content": "s"}, USER])
+    reasoning = template.render([USER, {"role": "assistant", "content": "a", "reasoning": "r"}])
+    assert "<think>r</think>a" in reasoning.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "words"),
+    [
+        ([], {}, "at least one message"),
+        (["hi"], {}, "messages[0]: must be an object"),
+        ([{"content": "x"}], {}, "messages[0].role"),
+        ([{"role": "wizard", "content": "x"}], {}, "'wizard'"),
+        ([{"role": [], "content": "x"}], {}, "messages[0].role"),
+        ([USER, {"role": "user", "content": 3}], {}, "messages[1].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "'image_url'"),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {}, "not valid JSON"),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}], {}, "JSON object"),
+        ([USER, {"role": "assistant", "tool_calls": ["f"]}], {}, "tool_calls"),
+        ([USER], {"thinking": False}, "did you mean clear_thinking or enable_thinking?"),
+        ([USER], {"colour": 1}, "it reads clear_thinking"),
+        ([USER], {"enable_thinking": "false"}, "must be true or false"),
+    ],
+)
+def test_refusals(messages: list[Any], arguments: dict[str, Any], words: str, template: ChatTemplate) -> None:
+    with pytest.raises(ChatError) as caught:
+        template.render(messages, **arguments)
+    assert words in str(caught.value)
+
+
+def test_templates_are_sandboxed(tokenizer: Tokenizer) -> None:
+    for source in ("{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
+        with pytest.raises(ChatError, match="unsafe"):
+            ChatTemplate(source, tokenizer).render([USER])
+    with pytest.raises(ChatError, match="only here"):
+        ChatTemplate("{{ raise_exception('only here') }}", tokenizer).render([USER])
+    with pytest.raises(ChatError, match="cannot be compiled"):
+        ChatTemplate("{% if %}", tokenizer)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("jinja", "config", "expected"),
+    [
+        ("A", None, "A"),
+        ("A", {"chat_template": "B"}, "A"),
+        (None, {"chat_template": "B"}, "B"),
+        (None, {"chat_template": [{"name": "tool_use", "template": "C"}, {"name": "default", "template": "D"}]}, "D"),
+        (None, {"chat_template": []}, None),
+        (None, {}, None),
+        (None, None, None),
+    ],
+)
+def test_which_template_wins(jinja: str | None, config: Any, expected: str | None, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    if jinja is not None:
+        (tmp_path / "chat_template.jinja").write_text(jinja)
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if expected is None:
+        with pytest.raises(ChatError, match="no chat template"):
+            ChatTemplate.open(tmp_path, tokenizer)
+    else:
+        assert ChatTemplate.open(tmp_path, tokenizer).render([USER]).text == expected

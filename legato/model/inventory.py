@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from legato.model.checkpoint import Checkpoint, TensorInfo
 from legato.model.declared import disagreements
@@ -56,14 +56,10 @@ def survey(checkpoint: Checkpoint, spec: ModelSpec) -> Inventory:
     `require`."""
     inventory = Inventory()
     by_module = _by_module(checkpoint.tensors)
-    mtp = layer_prefix(spec.num_layers)
     ignore = _ignore_rules(spec)
-    for name in checkpoint.tensors:
-        if (reason := _ignored(name, ignore)) is not None:
-            inventory.ignored[name] = reason
-    present = any(name.startswith(mtp) and name not in inventory.ignored for name in checkpoint.tensors)
-    inventory.has_mtp = spec.has_mtp and present
-    if spec.has_mtp and not present:
+    mtp = layer_prefix(spec.num_layers)
+    inventory.has_mtp = spec.has_mtp and _has_layer(checkpoint, mtp, ignore)
+    if spec.has_mtp and not inventory.has_mtp:
         inventory.warnings.append(
             f"{checkpoint.label}: the configuration declares an MTP layer, but there is no {mtp}*: no drafting"
         )
@@ -75,7 +71,7 @@ def survey(checkpoint: Checkpoint, spec: ModelSpec) -> Inventory:
             _take_float(checkpoint, entry, inventory, used)
         else:
             _take_linear(checkpoint, entry, by_module.get(entry.name, {}), inventory, used)
-    _report_unexpected(checkpoint, used, inventory)
+    _settle_rest(checkpoint, used, ignore, inventory)
     inventory.warnings.extend(
         disagreements(checkpoint.config, {name: entry.format for name, entry in inventory.linears.items()})
     )
@@ -207,10 +203,30 @@ def _stray(info: TensorInfo, suffix: str, stored: Format) -> Problem:
     )
 
 
-def _report_unexpected(checkpoint: Checkpoint, used: set[str], inventory: Inventory) -> None:
+def _settle_rest(
+    checkpoint: Checkpoint, used: set[str], ignore: list[tuple[re.Pattern[str], str]], inventory: Inventory
+) -> None:
+    """Names that no line of the table asked for: ignored by an explicit rule, or a problem."""
     for name, info in checkpoint.tensors.items():
-        if name in used or name in inventory.ignored:
+        if name in used:
+            continue
+        if (reason := _ignored(name, ignore)) is not None:
+            inventory.ignored[name] = reason
             continue
         found = f"{info.dtype} {list(info.shape)}"
         remedy = "Check that config.json belongs to these files; a name is ignored only by an explicit rule."
         inventory.problems.append(Problem(info.file, info.stored_name, "only tensors of the model", found, remedy))
+
+
+def stored_spec(checkpoint: Checkpoint, name: str = "") -> ModelSpec:
+    """The checkpoint's `ModelSpec`, with `has_mtp` false where the configuration declares an MTP layer that is not there.
+
+    Raises `SpecError`.
+    """
+    spec = ModelSpec.from_config(checkpoint.config, name=name or checkpoint.label)
+    present = _has_layer(checkpoint, layer_prefix(spec.num_layers), _ignore_rules(spec))
+    return replace(spec, has_mtp=spec.has_mtp and present)
+
+
+def _has_layer(checkpoint: Checkpoint, prefix: str, ignore: list[tuple[re.Pattern[str], str]]) -> bool:
+    return any(name.startswith(prefix) and _ignored(name, ignore) is None for name in checkpoint.tensors)

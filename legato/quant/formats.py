@@ -131,3 +131,23 @@ def parts(stored: Format, rows: int, columns: int, found: Found) -> tuple[Part, 
 def column_multiple(stored: Format) -> int:
     """What the number of columns must be a multiple of."""
     return {Format.NVFP4: NVFP4_GROUP, Format.INT4_PACKED: BLOCK, Format.INT4_NIBBLES: BLOCK}.get(stored, 1)
+
+
+def resident_bytes(stored: Format, rows: int, columns: int) -> int:
+    """Bytes of a weight [rows, columns] on the device when it keeps its format (bf16 for dense, fp32 FP8 scales, bf16
+    INT4 scales)."""
+    if stored is Format.DENSE:
+        return 2 * rows * columns
+    if stored is Format.FP8_BLOCK:
+        return rows * columns + 4 * math.ceil(rows / BLOCK) * math.ceil(columns / BLOCK)
+    if stored is Format.NVFP4:
+        return rows * columns // 2 + rows * columns // NVFP4_GROUP + 4
+    return rows * columns // 2 + 2 * rows * math.ceil(columns / BLOCK)
+
+
+def split_multiple(stored: Format, axis: int) -> int:
+    """What rows (axis 0) or columns (axis 1) per rank must be a multiple of, so that no block or group straddles two
+    ranks."""
+    if stored is Format.FP8_BLOCK:
+        return BLOCK
+    return column_multiple(stored) if axis == 1 else 1

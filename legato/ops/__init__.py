@@ -1,14 +1,15 @@
-"""The vocabulary of GLM-5.2's mathematics: every computation as a function whose body, in plain PyTorch, is its meaning.
+"""The vocabulary of GLM-5.2's mathematics: every computation as a function whose body, in plain PyTorch, is its
+meaning.
 
-Read the folders in this order and you have read the model: pointwise, gemm, cache, prologue, score, select, attend, experts, sample,
-rows. Imports torch and nothing of ours. Called by `legato.quant`, `legato.model` and `legato.runtime`.
+Read the folders in this order and you have read the model: pointwise, gemm, cache, prologue, score, select, attend,
+experts, sample, rows. Imports torch and nothing of ours. Called by `legato.quant`, `legato.model` and `legato.runtime`.
 """
 
 from legato.ops.attend import sparse_mha, sparse_mla
 from legato.ops.cache import gather_index_pages, gather_latent, store_index_keys, store_latent
 from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
 from legato.ops.gemm import linear_bf16, linear_fp8_block, linear_heads, linear_int4, linear_nvfp4
-from legato.ops.op import Bindings, BindError, Op, bind, registered
+from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
 from legato.ops.prologue import quantize_index_query
 from legato.ops.rows import cache_slots

@@ -1,4 +1,5 @@
-"""A `Case`: one set of inputs on which every implementation of an op must agree with its reference, and what moving it costs.
+"""A `Case`: one set of inputs on which every implementation of an op must agree with its reference, and what moving it
+costs.
 
 Owns the shape of a case and how outputs are compared. Knows no op and no clock.
 Each op folder lists its cases in `CASES`; the parity tests, the benchmark and `legato doctor` run them.
@@ -18,7 +19,8 @@ from legato.ops.op import Op
 
 @dataclass(frozen=True)
 class Tolerance:
-    """|a - b| <= absolute + relative * |b|, elementwise, after both are cast to float32. Integers and bytes must always be equal."""
+    """|a - b| <= absolute + relative * |b|, elementwise, after both are cast to float32. Integers and bytes must always
+    be equal."""
 
     relative: float = 0.0
     absolute: float = 0.0
@@ -31,9 +33,10 @@ EXACT = Tolerance()
 class Case:
     """One call of an op.
 
-    `make(generator, device)` returns the positional arguments; tensors are drawn from the CPU `generator` and then moved, so that every
-    device sees the same numbers. `mutates`: indices of arguments written in place, compared after the call beside the return value.
-    `bytes` and `flops`: what the call must move and compute at least, for the roofline.
+    `make(generator, device)` returns the positional arguments; tensors are drawn from the CPU `generator` and then
+    moved, so that every device sees the same numbers. `mutates`: indices of arguments written in place, compared after
+    the call beside the return value. `bytes` and `flops`: what the call must move and compute at least, for the
+    roofline.
     """
 
     op: Op[..., Any]
@@ -49,13 +52,15 @@ class Case:
         return self.make(torch.Generator().manual_seed(seed), device)
 
     def outputs(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run `function` and collect all it made: its tensors, then the arguments it wrote. `arguments` are not reused by the caller."""
+        """Run `function` and collect all it made: its tensors, then the arguments it wrote. `arguments` are not reused
+        by the caller."""
         made = function(*arguments)
         returned = () if made is None else made if isinstance(made, tuple) else (made,)
         return (*returned, *(arguments[index] for index in self.mutates))
 
     def mismatch(self, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str | None:
-        """None where every output agrees within the tolerance, otherwise one line that says which does not and by how much."""
+        """None where every output agrees within the tolerance, otherwise one line that says which does not and by how
+        much."""
         if len(found) != len(expected):
             return f"{len(found)} outputs, expected {len(expected)}"
         for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -79,4 +84,5 @@ def _difference(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | 
     bad = ~agree & ~(error <= bound)
     if not bool(bad.any()):
         return None
-    return f"{int(bad.sum())} of {bad.numel()} values differ, worst {float(error.nan_to_num(nan=float('inf')).max()):.3g}"
+    worst = float(error.nan_to_num(nan=float("inf")).max())
+    return f"{int(bad.sum())} of {bad.numel()} values differ, worst by {worst:.3g}"

@@ -1,7 +1,8 @@
 """Arithmetic in which the bits of a row never depend on how many other rows there are or where it stands among them.
 
-Owns the two tricks the references are built from: matrix products in blocks of eight rows, and transcendental functions in whole vectors.
-Knows no op. Called by the reference bodies; on a GPU the same code runs, with the library's own guarantees.
+Owns the two tricks the references are built from: matrix products in blocks of eight rows, and transcendental functions
+in whole vectors. Knows no op. Called by the reference bodies; on a GPU the same code runs, with the library's own
+guarantees.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 #: Rows of one matrix product. With exactly 8 rows the CPU libraries treat every row alike; with 1..7 or 9 they do not.
 ROW_BLOCK = 8
 #: Columns of one product, where they divide the width: small products run in parallel, one per core, each on one core.
 COLUMN_BLOCK = 64
-#: Elements a transcendental function sees at once: below the size at which PyTorch splits a call over threads at arbitrary places.
+#: Elements a transcendental function sees at once: below the size at which PyTorch splits a call over threads at
+#: arbitrary places.
 _VECTOR_CHUNK = 16384
-#: A multiple of every vector width in use: within it no element falls in a scalar tail, whose exp and log round differently.
+#: A multiple of every vector width in use: within it no element falls in a scalar tail, whose exp and log round
+#: differently.
 _VECTOR = 64
 
 
@@ -26,37 +29,44 @@ def pad_rows(x: Tensor) -> Tensor:
     """`x` [T, K] in float32, contiguous, with zero rows appended up to a multiple of ROW_BLOCK."""
     missing = -x.shape[0] % ROW_BLOCK
     x = x.to(torch.float32)
-    return F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    return functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
 
 
 def column_blocks(weight: Tensor) -> Tensor:
-    """`weight` [..., N, K] (float32, contiguous) seen as [..., N/b, K, b] where b is at most COLUMN_BLOCK and divides N."""
+    """`weight` [N, K] or [n, N, K] (float32) seen as [n * N/b, K, b], where b is at most COLUMN_BLOCK and divides N."""
     rows, columns = weight.shape[-2:]
     block = COLUMN_BLOCK
     while rows % block and block > 16:
         block //= 2
     if rows % block:
         block = rows
-    return weight.unflatten(-2, (rows // block, block)).transpose(-1, -2)
+    return weight.reshape(-1, block, columns).transpose(1, 2)
 
 
 def block_matmul(rows: Tensor, blocks: Tensor) -> Tensor:
-    """rows [8, K] times column blocks [n, K, b] -> [8, n*b]."""
-    count, _, width = blocks.shape
-    if count == 1:
-        return torch.mm(rows, blocks[0])
-    return torch.bmm(rows.expand(count, ROW_BLOCK, rows.shape[1]), blocks).transpose(0, 1).reshape(ROW_BLOCK, count * width)
+    """The product of eight rows with one or more matrices given as column blocks.
+
+    rows [8, K] times the blocks [N/b, K, b] of one matrix -> [8, N]; rows [n, 8, K] times those of n matrices -> [n, 8,
+    N].
+    """
+    count, depth, width = blocks.shape
+    batch = rows.shape[0] if rows.dim() == 3 else 1
+    each = count // batch
+    repeated = rows.reshape(batch, 1, ROW_BLOCK, depth).expand(batch, each, ROW_BLOCK, depth)
+    products = torch.bmm(repeated.reshape(count, ROW_BLOCK, depth), blocks)
+    return products.view(batch, each, ROW_BLOCK, width).transpose(1, 2).reshape(*rows.shape[:-1], each * width)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] times weight [N, K] transposed, in float32 -> [T, N]."""
+    rows = x.shape[0]
     padded = pad_rows(x)
     blocks = column_blocks(weight.to(torch.float32))
     if padded.shape[0] == ROW_BLOCK:
-        return block_matmul(padded, blocks)[: x.shape[0]]
-    if padded.shape[0] == 0:
+        return block_matmul(padded, blocks)[:rows]
+    if not rows:
         return padded.new_zeros(0, weight.shape[0])
-    return torch.cat([block_matmul(rows, blocks) for rows in padded.split(ROW_BLOCK)])[: x.shape[0]]
+    return torch.cat([block_matmul(block, blocks) for block in padded.split(ROW_BLOCK)])[:rows]
 
 
 def map_elements(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -65,7 +75,7 @@ def map_elements(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
     width = x.shape[-1]
     missing = -width % _VECTOR
-    padded = F.pad(x, (0, missing), value=1.0) if missing else x.contiguous()
+    padded = functional.pad(x, (0, missing), value=1.0) if missing else x.contiguous()
     if padded.numel() <= _VECTOR_CHUNK:
         mapped = function(padded)
     else:

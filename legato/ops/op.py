@@ -1,7 +1,9 @@
-"""What an op is: a function whose body, in plain PyTorch, is its meaning, and the faster functions that may stand in for it.
+"""What an op is: a function whose body, in plain PyTorch, is its meaning, and the faster functions that may stand in
+for it.
 
-Owns declaration (`op`), attachment (`Op.on`) and the one-time choice (`bind`). Knows nothing about any particular op, model or device.
-Called by every folder of `legato/ops` at import, and by the engine and `legato doctor` to bind before anything is captured.
+Owns declaration (`op`), attachment (`Op.on`) and the one-time choice (`bind`). Knows nothing about any particular op,
+model or device. Called by every folder of `legato/ops` at import, and by the engine and `legato doctor` to bind before
+anything is captured.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 REFERENCE = "reference"
-#: Targets on which every op is expected to have its own implementation: falling back to a reference there is an error, not a warning.
+#: Targets on which every op is expected to have its own implementation: falling back to a reference there is an error,
+#: not a warning.
 TESTED_TARGETS = frozenset({"sm90"})
 
 _REGISTRY: dict[str, Op[..., Any]] = {}
@@ -30,7 +33,8 @@ class BindError(Exception):
 
 @dataclass(frozen=True)
 class Implementation(Generic[P, R]):
-    """One function that computes an op. `pack` reorders a weight once, at load; `plan` makes per-step metadata once, not per layer."""
+    """One function that computes an op. `pack` reorders a weight once, at load; `plan` makes per-step metadata once,
+    not per layer."""
 
     target: str
     run: Callable[P, R]
@@ -39,7 +43,8 @@ class Implementation(Generic[P, R]):
 
 
 class Op(Generic[P, R]):
-    """A named computation. Calling it calls the bound implementation, which is the reference until `bind` chooses another."""
+    """A named computation. Calling it calls the bound implementation, which is the reference until `bind` chooses
+    another."""
 
     def __init__(self, reference: Callable[P, R], reference_ok: bool) -> None:
         self.name = reference.__name__
@@ -72,7 +77,8 @@ class Op(Generic[P, R]):
         return attach
 
     def pack(self, *weights: Any) -> Any:
-        """The weights as the bound implementation wants them; unchanged (one value, or a tuple) where it does not care."""
+        """The weights as the bound implementation wants them; unchanged (one value, or a tuple) where it does not
+        care."""
         if self.bound.pack is not None:
             return self.bound.pack(*weights)
         return weights[0] if len(weights) == 1 else weights
@@ -89,7 +95,8 @@ def op(*, reference_ok: bool) -> Callable[[Callable[P, R]], Op[P, R]]: ...
 def op(reference: Callable[..., Any] | None = None, /, *, reference_ok: bool = False) -> Any:
     """Declare the decorated function as an op and as its own reference.
 
-    `reference_ok=True` says that the reference may serve on a tested target (it is off the hot path, or already one kernel there).
+    `reference_ok=True` says that the reference may serve on a tested target (it is off the hot path, or already one
+    kernel there).
     """
 
     def declare(function: Callable[..., Any]) -> Op[..., Any]:
@@ -109,7 +116,8 @@ def registered() -> tuple[Op[..., Any], ...]:
 
 @dataclass(frozen=True)
 class Bindings:
-    """What `bind` chose: op name -> target, in order of declaration, and the ops that fell back to their reference unasked."""
+    """What `bind` chose: op name -> target, in order of declaration, and the ops that fell back to their reference
+    unasked."""
 
     chosen: Mapping[str, str]
     fallbacks: tuple[str, ...]
@@ -118,11 +126,12 @@ class Bindings:
 def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> Bindings:
     """Choose, once and for the whole process, the implementation behind every op.
 
-    `targets`: names in order of preference, e.g. ("sm90",); empty on a CPU. For each op the first target with an implementation wins;
-    only `legato/ops/<folder>/<target>.py` files that exist are imported. `overrides` maps an op name or a folder name to a target or to
-    "reference"; an op's own entry beats its folder's.
-    Raises BindError for an unknown op, folder or implementation (with the nearest name), and for an op without an implementation on a
-    tested target unless it is `reference_ok` or overridden to its reference. Elsewhere such ops are named in one warning.
+    `targets`: names in order of preference, e.g. ("sm90",); empty on a CPU. For each op the first target with an
+    implementation wins; only `legato/ops/<folder>/<target>.py` files that exist are imported. `overrides` maps an op
+    name or a folder name to a target or to "reference"; an op's own entry beats its folder's.
+    Raises BindError for an unknown op, folder or implementation (with the nearest name), and for an op without an
+    implementation on a tested target unless it is `reference_ok` or overridden to its reference. Elsewhere such ops are
+    named in one warning.
     """
     wanted = dict(overrides or {})
     ops = registered()
@@ -146,7 +155,7 @@ def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> 
         warnings.warn(f"{message}; their PyTorch references run instead.", stacklevel=2)
     for declared, implementation in chosen.items():
         declared.bound = implementation
-    return Bindings({declared.name: implementation.target for declared, implementation in chosen.items()}, tuple(fallbacks))
+    return Bindings({declared.name: picked.target for declared, picked in chosen.items()}, tuple(fallbacks))
 
 
 def _choose(declared: Op[..., Any], targets: Sequence[str], override: str | None) -> Implementation[Any, Any]:
@@ -165,7 +174,8 @@ def _check_folder_overrides(
         covered = [declared for declared in ops if name in (declared.name, declared.folder)]
         if not any(chosen[declared].target == target for declared in covered):
             known = {known for declared in covered for known in declared.implementations}
-            raise BindError(f"{name} has no implementation {target!r}{_near_miss(target, known)}; it has {', '.join(sorted(known))}")
+            hint = _near_miss(target, known)
+            raise BindError(f"{name} has no implementation {target!r}{hint}; it has {', '.join(sorted(known))}")
 
 
 def _import_target(folder: str, target: str) -> None:

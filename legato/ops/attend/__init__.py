@@ -1,7 +1,7 @@
 """Attention of each row over its selected tokens, in latent space.
 
-Owns sparse multi-head latent attention in its two equal forms. Knows the latent cache's layouts through `cache`, nothing of how the
-selection was made. Called by `legato.model` on every layer.
+Owns sparse multi-head latent attention in its two equal forms. Knows the latent cache's layouts through `cache`,
+nothing of how the selection was made. Called by `legato.model` on every layer.
 """
 
 from __future__ import annotations
@@ -20,48 +20,45 @@ _GATHER_TILE = 16384
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, latent_dim: int) -> Tensor:
     """Absorbed attention: out[t, h] = sum over j of softmax_j(scale * q[t, h] . [latent_j ; rope_j]) * latent_j.
 
-    q [T, H, C+R] (the query already in latent space, then its rotated rope part), cache: any latent layout, slots [T, S] int32,
-    counts [T] int32, scale = (N + R)^-0.5, latent_dim = C -> [T, H, C] in q's dtype, accumulated in float32. Only the first counts[t]
-    entries of a row count, and of those only slots >= 0; what lies at any other slot, NaN included, changes nothing. A row without
-    tokens gives zeros. Raises ValueError for an unknown cache layout.
+    q [T, H, C+R] (the query already in latent space, then its rotated rope part), cache: any latent layout, slots [T,
+    S] int32, counts [T] int32, scale = (N + R)^-0.5, latent_dim = C -> [T, H, C] in q's dtype, accumulated in float32.
+    Only the first counts[t] entries of a row count, and of those only slots >= 0; what lies at any other slot, NaN
+    included, changes nothing. A row without tokens gives zeros. Raises ValueError for an unknown cache layout.
     Source: arXiv:2405.04434 (MLA), arXiv:2512.02556 (sparse selection).
     """
     queries = q.to(torch.float32)
-    valid = _valid(slots, counts)
     outputs: list[Tensor] = []
     for rows in _row_tiles(slots):
-        tokens = _gather(cache, slots[rows], valid[rows])
-        probabilities = _probabilities(torch.bmm(queries[rows], tokens.transpose(1, 2)), valid[rows], scale)
-        outputs.append(torch.bmm(probabilities, tokens[..., :latent_dim]))
-    return _join(outputs, valid).to(q.dtype)
+        tokens, mask, empty = _selected(cache, slots[rows], counts[rows])
+        probabilities = _probabilities(torch.bmm(queries[rows], tokens.transpose(1, 2)), mask, scale)
+        outputs.append(torch.bmm(probabilities, tokens[..., :latent_dim]).masked_fill_(empty, 0.0))
+    return _join(outputs).to(q.dtype)
 
 
 @op(reference_ok=True)
 def sparse_mha(q: Tensor, kv_b: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
-    """The same attention with keys and values expanded out of the latent: out[t, h] = sum_j softmax_j(scale * q . k_j,h) * v_j,h.
+    """The same attention with keys and values expanded out of the latent: out[t, h] = sum_j softmax_j(scale * q .
+    k_j,h) * v_j,h.
 
-    q [T, H, N+R] (rope part rotated), kv_b [H, N+V, C] (first N rows make keys, last V values), cache, slots, counts, scale as in
-    `sparse_mla` -> [T, H, V] in q's dtype. k_j,h = [kv_b[h, :N] latent_j ; rope_j], v_j,h = kv_b[h, N:] latent_j.
-    Equal to the absorbed form in exact arithmetic; it is what the absorbed form is tested against. Source: arXiv:2405.04434.
+    q [T, H, N+R] (rope part rotated), kv_b [H, N+V, C] (first N rows make keys, last V values), cache, slots, counts,
+    scale as in `sparse_mla` -> [T, H, V] in q's dtype. k_j,h = [kv_b[h, :N] latent_j ; rope_j], v_j,h = kv_b[h, N:]
+    latent_j. Equal to the absorbed form in exact arithmetic; it is what the absorbed form is tested against. Source:
+    arXiv:2405.04434.
     """
     queries, expand = q.to(torch.float32), kv_b.to(torch.float32)
     latent_dim = expand.shape[-1]
-    valid = _valid(slots, counts)
     outputs: list[Tensor] = []
     for rows in _row_tiles(slots):
-        tokens = _gather(cache, slots[rows], valid[rows])
+        tokens, mask, empty = _selected(cache, slots[rows], counts[rows])
         rope = tokens[..., latent_dim:]
         nope_dim = q.shape[-1] - rope.shape[-1]
         expanded = torch.matmul(tokens[:, None, :, :latent_dim], expand.transpose(1, 2))
         keys = torch.cat((expanded[..., :nope_dim], rope[:, None].expand(-1, q.shape[1], -1, -1)), dim=-1)
         scores = torch.matmul(queries[rows].unsqueeze(2), keys.transpose(2, 3)).squeeze(2)
-        probabilities = _probabilities(scores, valid[rows], scale)
-        outputs.append(torch.matmul(probabilities.unsqueeze(2), expanded[..., nope_dim:]).squeeze(2))
-    return _join(outputs, valid).to(q.dtype)
-
-
-def _valid(slots: Tensor, counts: Tensor) -> Tensor:
-    return (torch.arange(slots.shape[1], device=slots.device) < counts.unsqueeze(1)) & (slots >= 0)
+        probabilities = _probabilities(scores, mask, scale)
+        values = torch.matmul(probabilities.unsqueeze(2), expanded[..., nope_dim:]).squeeze(2)
+        outputs.append(values.masked_fill_(empty, 0.0))
+    return _join(outputs).to(q.dtype)
 
 
 def _row_tiles(slots: Tensor) -> list[slice]:
@@ -69,17 +66,25 @@ def _row_tiles(slots: Tensor) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, max(1, slots.shape[0]), rows)]
 
 
-def _gather(cache: Tensor, slots: Tensor, valid: Tensor) -> Tensor:
-    """Tokens [t, S, C+R]. An entry that does not count reads some token of its own row that does, so that no stray number gets in."""
-    own = torch.where(valid, slots, -1).amax(1, keepdim=True).clamp_min(0)
-    flat = torch.where(valid, slots, own).reshape(-1)
-    return read_latent_rows(cache, flat).view(*slots.shape, -1)
+def _selected(cache: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (tokens [t, S, C+R], True where an entry does not count [t, 1, S], True where no entry of a row counts [t, 1,
+    1]).
+
+    An entry that does not count reads a token of its own row that does, so that no stray number, a NaN least of all,
+    gets in.
+    """
+    beyond = torch.arange(slots.shape[1], device=slots.device) >= counts.unsqueeze(1)
+    counted = slots.masked_fill(beyond, -1)
+    mask = counted < 0
+    stand_in = counted.amax(1, keepdim=True)
+    flat = torch.where(mask, stand_in.clamp_min(0), counted).view(-1)
+    tokens = read_latent_rows(cache, flat).view(*slots.shape, -1)
+    return tokens, mask.unsqueeze(1), (stand_in < 0).unsqueeze(1)
 
 
-def _probabilities(scores: Tensor, valid: Tensor, scale: float) -> Tensor:
-    return torch.softmax(scores.mul_(scale).masked_fill_(~valid.unsqueeze(1), -torch.inf), dim=-1)
+def _probabilities(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return torch.softmax(scores.mul_(scale).masked_fill_(mask, -torch.inf), dim=-1)
 
 
-def _join(outputs: list[Tensor], valid: Tensor) -> Tensor:
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.masked_fill_(~valid.any(1).view(-1, 1, 1), 0.0)
+def _join(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,7 +1,8 @@
 """Writing tokens into the paged caches, and reading them back as numbers.
 
-Owns what a store and a gather mean; the byte layouts are in `layout.py`. A slot is page * 64 + offset; a negative slot is no token.
-Knows no request and no page table. Called by `legato.model`; the gathers also by the references of `attend` and `score`.
+Owns what a store and a gather mean; the byte layouts are in `layout.py`. A slot is page * 64 + offset; a negative slot
+is no token. Knows no request and no page table. Called by `legato.model`; the gathers also by the references of
+`attend` and `score`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from legato.ops.op import op
 
 @op
 def store_latent(cache: Tensor, latent: Tensor, rope_key: Tensor, slots: Tensor) -> None:
-    """Write one latent and its rope key per row at `slots`; rows with a negative slot are skipped. Slots of a call are distinct.
+    """Write one latent and its rope key per row at `slots`; rows with a negative slot are skipped. Slots of a call are
+    distinct.
 
-    cache: any latent layout, written in place; latent [T, C] (normalised), rope_key [T, R] (rotated), slots [T] int32 or int64.
-    The uint8 layout rounds the latent to e4m3 with one power-of-two scale per 128 and the rope key to bfloat16.
-    Raises ValueError for a layout that does not fit. Source: the "ds_mla" cache of FlashMLA.
+    cache: any latent layout, written in place; latent [T, C] (normalised), rope_key [T, R] (rotated), slots [T] int32
+    or int64. The uint8 layout rounds the latent to e4m3 with one power-of-two scale per 128 and the rope key to
+    bfloat16. Raises ValueError for a layout that does not fit. Source: the "ds_mla" cache of FlashMLA.
     """
     check_latent_cache(cache, latent.shape[-1] + rope_key.shape[-1])
     if cache.dtype == torch.uint8:

@@ -1,11 +1,12 @@
 """How a token lies in the two caches: the latent of attention and the key of the indexer.
 
-Owns the byte layouts and the rounding of scales. Plain functions, not ops. Called by `cache`, `prologue`, `score` and `attend`.
+Owns the byte layouts and the rounding of scales. Plain functions, not ops. Called by `cache`, `prologue`, `score` and
+`attend`.
 
 Latent cache, one of
   float32 or bfloat16 [pages, 64, C+R]: the normalised latent, then the rotated rope key;
-  uint8 [pages, 64, 656], C = 512, R = 64 only: 512 e4m3, 4 float32 scales (one per 128, powers of two rounded up), 64 bfloat16.
-Index cache, one of
+  uint8 [pages, 64, 656], C = 512, R = 64 only: 512 e4m3, 4 float32 scales (one per 128, powers of two rounded up), 64
+bfloat16. Index cache, one of
   float32 [pages, 64, X]: unquantised, for oracles;
   uint8 [pages, 8448], X = 128 only: 64 keys of 128 e4m3, then 64 float32 scales (powers of two rounded up).
 """
@@ -28,16 +29,19 @@ INDEX_PAGE_BYTES = INDEX_KEY_BYTES + 4 * PAGE
 
 
 def power_of_two_scale(amax: Tensor) -> Tensor:
-    """2^ceil(log2(max(amax, 1e-4) / 448)), exactly: the mantissa is rounded up into the exponent. float32 in and out, same shape.
+    """2^ceil(log2(max(amax, 1e-4) / 448)), exactly: the mantissa is rounded up into the exponent. float32 in and out,
+    same shape.
 
-    Source: the "ue8m0" scales of DeepSeek-V3.2 and of FlashMLA, which reads them truncated to a power of two on some GPUs.
+    Source: the "ue8m0" scales of DeepSeek-V3.2 and of FlashMLA, which reads them truncated to a power of two on some
+    GPUs.
     """
     ratio = amax.clamp_min(AMAX_FLOOR) / E4M3_MAX
     return ((ratio.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., n] float32 -> (e4m3 [..., n], scale float32 [..., 1]) with one power-of-two scale over the last dimension."""
+    """x [..., n] float32 -> (e4m3 [..., n], scale float32 [..., 1]) with one power-of-two scale over the last
+    dimension."""
     scale = power_of_two_scale(x.abs().amax(-1, keepdim=True))
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
@@ -45,8 +49,8 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 def e4m3_to_float(codes: Tensor) -> Tensor:
     """e4m3 -> float32, exactly, for finite codes; no cache or query holds another.
 
-    The sign-extended byte shifted left by 7 is, but for a stray copy of the sign in bit 14, the float16 of the value divided by 256.
-    Several times faster on a CPU than the library's conversion.
+    The sign-extended byte shifted left by 7 is, but for a stray copy of the sign in bit 14, the float16 of the value
+    divided by 256. Several times faster on a CPU than the library's conversion.
     """
     if codes.device.type != "cpu":
         return codes.to(torch.float32)
@@ -55,7 +59,8 @@ def e4m3_to_float(codes: Tensor) -> Tensor:
 
 
 def index_page_views(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """The uint8 index cache [pages, 8448] seen as (keys e4m3 [pages, 64, 128], scales float32 [pages, 64]); both write through."""
+    """The uint8 index cache [pages, 8448] seen as (keys e4m3 [pages, 64, 128], scales float32 [pages, 64]); both write
+    through."""
     keys = cache[:, :INDEX_KEY_BYTES].unflatten(1, (PAGE, INDEX_WIDTH)).view(torch.float8_e4m3fn)
     return keys, cache.view(torch.float32)[:, INDEX_KEY_BYTES // 4 :]
 
@@ -66,7 +71,7 @@ def check_latent_cache(cache: Tensor, width: int) -> None:
     if not packed and cache.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a latent cache is float32, bfloat16 or uint8, found {cache.dtype}")
     if packed and width != LATENT_WIDTH + LATENT_ROPE:
-        raise ValueError(f"the 656-byte latent layout holds 512 + 64 numbers, found rows of {width}; use float32 or bfloat16")
+        raise ValueError(f"the 656-byte layout holds 512 + 64 numbers, found rows of {width}; use float32 or bfloat16")
     expected = (PAGE, LATENT_BYTES if packed else width)
     if tuple(cache.shape[1:]) != expected:
         raise ValueError(f"latent cache has pages of {tuple(cache.shape[1:])}, expected {expected}")
@@ -81,4 +86,5 @@ def check_index_cache(cache: Tensor, width: int) -> None:
                 f" found {tuple(cache.shape)} and keys of {width}"
             )
     elif cache.dtype != torch.float32 or tuple(cache.shape[1:]) != (PAGE, width):
-        raise ValueError(f"index cache is {cache.dtype} {tuple(cache.shape)}, expected float32 [pages, {PAGE}, {width}] or uint8")
+        found = f"{cache.dtype} {tuple(cache.shape)}"
+        raise ValueError(f"an index cache is float32 [pages, {PAGE}, {width}] or uint8, found {found}")

@@ -1,7 +1,7 @@
 """The router's choice and the chosen experts' work.
 
-Owns routing and the grouped expert product in each storage format. Knows nothing of the shared expert, which is a plain MLP of the
-model. Called by `legato.model` (route) and `legato.quant` (the products).
+Owns routing and the grouped expert product in each storage format. Knows nothing of the shared expert, which is a plain
+MLP of the model. Called by `legato.model` (route) and `legato.quant` (the products).
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from legato.ops.invariant import ROW_BLOCK, block_matmul, column_blocks, map_ele
 from legato.ops.op import op
 from legato.ops.pointwise import swiglu
 
-#: The weights of expert e in float32: (w13 [2F, D], w2 [D, F]).
-ExpertWeights = Callable[[int], tuple[Tensor, Tensor]]
+#: The weights of a range of experts in float32: (w13 [n, 2F, D], w2 [n, D, F]).
+ExpertWeights = Callable[[slice], tuple[Tensor, Tensor]]
+
+#: Neighbouring experts computed as one product, at most.
+_RUN = 16
 
 
 @op
 def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Choose k experts per row and weigh them.
 
-    s = sigmoid(weight @ x) in float32; the choice is the k largest of s + bias (bias only chooses); weights = s / (sum of the chosen s
-    + 1e-20) * scale. x [T, D], weight [E, D], bias [E] float32, scale = routed_scaling_factor
+    s = sigmoid(weight @ x) in float32; the choice is the k largest of s + bias (bias only chooses); weights = s / (sum
+    of the chosen s + 1e-20) * scale. x [T, D], weight [E, D], bias [E] float32, scale = routed_scaling_factor
     -> (ids [T, k] int32, weights [T, k] float32), best choice first, ties to the lowest id.
     Source: "noaux_tc" routing of arXiv:2412.19437 with one group.
     """
@@ -37,12 +40,13 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tupl
 
 @op
 def moe_bf16(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """sum over a of weights[t, a] * w2[e] @ swiglu(w13[e] @ x[t]) with e = ids[t, a]; the sum runs in the order of a, in float32.
+    """sum over a of weights[t, a] * w2[e] @ swiglu(w13[e] @ x[t]) with e = ids[t, a]; the sum runs in the order of a,
+    in float32.
 
-    x [T, D], ids [T, A] int32 (negative: contributes nothing), weights [T, A] float32, w13 [E, 2F, D] (gate rows, then up rows) and
-    w2 [E, D, F] bfloat16 or float32 -> [T, D] in x's dtype. Only experts that some row chose are computed.
+    x [T, D], ids [T, A] int32 (negative: contributes nothing), weights [T, A] float32, w13 [E, 2F, D] (gate rows, then
+    up rows) and w2 [E, D, F] bfloat16 or float32 -> [T, D] in x's dtype. Only experts that some row chose are computed.
     """
-    return _moe(x, ids, weights, w2.shape[1], lambda expert: (w13[expert].to(torch.float32), w2[expert].to(torch.float32)))
+    return _moe(x, ids, weights, w2.shape[1], lambda run: (w13[run].to(torch.float32), w2[run].to(torch.float32)))
 
 
 @op
@@ -51,14 +55,15 @@ def moe_fp8_block(
 ) -> Tensor:
     """`moe_bf16` over experts stored as e4m3 with float32 scales per 128x128 block.
 
-    w13 e4m3 [E, 2F, D], w13_scale_inv [E, ceil(2F/128), ceil(D/128)], w2 e4m3 [E, D, F], w2_scale_inv [E, ceil(D/128), ceil(F/128)].
-    Gate and up are quantised as one matrix here; a loader whose F is no multiple of 128 must requantise. See `dequantize_fp8_block`.
+    w13 e4m3 [E, 2F, D], w13_scale_inv [E, ceil(2F/128), ceil(D/128)], w2 e4m3 [E, D, F], w2_scale_inv [E, ceil(D/128),
+    ceil(F/128)]. Gate and up are quantised as one matrix here; a loader whose F is no multiple of 128 must requantise.
+    See `dequantize_fp8_block`.
     """
 
-    def dequantized(expert: int) -> tuple[Tensor, Tensor]:
+    def dequantized(run: slice) -> tuple[Tensor, Tensor]:
         return (
-            dequantize_fp8_block(w13[expert], w13_scale_inv[expert]),
-            dequantize_fp8_block(w2[expert], w2_scale_inv[expert]),
+            dequantize_fp8_block(w13[expert], w13_scale_inv[run]),
+            dequantize_fp8_block(w2[expert], w2_scale_inv[run]),
         )
 
     return _moe(x, ids, weights, w2.shape[1], dequantized)
@@ -83,11 +88,11 @@ def moe_nvfp4(
     """
     half = w13.shape[1] // 2
 
-    def dequantized(expert: int) -> tuple[Tensor, Tensor]:
-        globals_13 = w13_scale_2[expert].repeat_interleave(half)
+    def dequantized(run: slice) -> tuple[Tensor, Tensor]:
+        globals_13 = w13_scale_2[run].repeat_interleave(half, dim=1)
         return (
-            dequantize_nvfp4(w13[expert], w13_scale[expert], globals_13),
-            dequantize_nvfp4(w2[expert], w2_scale[expert], w2_scale_2[expert]),
+            dequantize_nvfp4(w13[run], w13_scale[run], globals_13),
+            dequantize_nvfp4(w2[run], w2_scale[run], w2_scale_2[run]),
         )
 
     return _moe(x, ids, weights, w2.shape[1], dequantized)
@@ -99,46 +104,75 @@ def moe_int4(
 ) -> Tensor:
     """`moe_bf16` over experts stored as INT4 in groups of 128.
 
-    w13 uint8 [E, 2F, D/2], w13_scale [E, 2F, D/128], w2 uint8 [E, D, F/2], w2_scale [E, D, F/128]. See `dequantize_int4`.
+    w13 uint8 [E, 2F, D/2], w13_scale [E, 2F, D/128], w2 uint8 [E, D, F/2], w2_scale [E, D, F/128]. See
+    `dequantize_int4`.
     """
 
-    def dequantized(expert: int) -> tuple[Tensor, Tensor]:
-        return dequantize_int4(w13[expert], w13_scale[expert]), dequantize_int4(w2[expert], w2_scale[expert])
+    def dequantized(run: slice) -> tuple[Tensor, Tensor]:
+        return dequantize_int4(w13[run], w13_scale[run]), dequantize_int4(w2[run], w2_scale[run])
 
     return _moe(x, ids, weights, w2.shape[1], dequantized)
 
 
 def _moe(x: Tensor, ids: Tensor, weights: Tensor, width: int, expert_weights: ExpertWeights) -> Tensor:
-    """Every pair (row, choice) is computed by its expert in a block of eight rows, then summed over the choices in order."""
+    """Each expert takes its rows eight at a time; then every row sums its choices in order."""
     rows = x.to(torch.float32)
+    num_rows, choices = ids.shape
+    chosen: list[int] = ids.reshape(-1).tolist()
     pairs: dict[int, list[int]] = {}
-    choices = ids.shape[1]
-    for pair, expert in enumerate(ids.reshape(-1).tolist()):
+    for pair, expert in enumerate(chosen):
         if expert >= 0:
             pairs.setdefault(expert, []).append(pair)
-    # One more row than pairs: the zeros that masked choices point to.
-    places = torch.full((ids.numel(),), 0, dtype=torch.int64)
-    blocks = [rows.new_zeros(1, width)]
-    filled = 1
-    whole = pad_rows(rows) if x.shape[0] <= ROW_BLOCK else None
-    for expert, members in sorted(pairs.items()):
-        w13, w2 = expert_weights(expert)
-        members_at = torch.tensor(members)
-        token_rows = members_at // choices
-        if whole is not None:
-            # All rows fit one block: the expert computes them where they stand, and only its own are read.
-            places[members_at] = filled + token_rows
-            inputs = whole
-        else:
-            places[members_at] = filled + torch.arange(len(members))
-            inputs = pad_rows(rows.index_select(0, token_rows.to(rows.device)))
-        w13_blocks, w2_blocks = column_blocks(w13), column_blocks(w2)
-        for block in inputs.split(ROW_BLOCK):
-            blocks.append(block_matmul(swiglu.reference(block_matmul(block, w13_blocks)), w2_blocks))
-            filled += ROW_BLOCK
-    outputs = torch.cat(blocks).index_select(0, places.to(rows.device)).view(x.shape[0], choices, width)
-    scaled = outputs * weights.unsqueeze(-1)
-    total = scaled[:, 0]
+    places = [0] * len(chosen)
+    outputs = [rows.new_zeros(1, width)]  # place 0: what a masked choice adds
+    for wave, runs in enumerate(_waves(pairs, num_rows)):
+        for run in runs:
+            block, members = _rows_of_run(rows, pairs, run, wave, choices)
+            first = sum(len(output) for output in outputs)
+            for pair, place in members:
+                places[pair] = first + place
+            w13, w2 = expert_weights(slice(run[0], run[-1] + 1))
+            hidden = swiglu.reference(block_matmul(block, column_blocks(w13)))
+            outputs.append(block_matmul(hidden, column_blocks(w2)).view(-1, width))
+    gathered = torch.cat(outputs).index_select(0, torch.tensor(places, device=rows.device))
+    terms = gathered.view(num_rows, choices, width) * weights.unsqueeze(-1)
+    total = terms[:, 0]
     for choice in range(1, choices):
-        total = total + scaled[:, choice]
+        total = total + terms[:, choice]
     return total.to(x.dtype)
+
+
+def _waves(pairs: dict[int, list[int]], num_rows: int) -> list[list[list[int]]]:
+    """Wave w holds the experts with more than 8 w rows, as runs of neighbouring ids; a run is one product.
+
+    Where all rows fit one block every expert computes that block, whichever of its rows it was chosen by.
+    """
+    waves: list[list[list[int]]] = []
+    remaining = sorted(pairs)
+    while remaining:
+        runs: list[list[int]] = []
+        for expert in remaining:
+            if runs and runs[-1][-1] == expert - 1 and len(runs[-1]) < _RUN:
+                runs[-1].append(expert)
+            else:
+                runs.append([expert])
+        waves.append(runs)
+        if num_rows <= ROW_BLOCK:
+            break
+        remaining = [expert for expert in remaining if len(pairs[expert]) > ROW_BLOCK * len(waves)]
+    return waves
+
+
+def _rows_of_run(
+    rows: Tensor, pairs: dict[int, list[int]], run: list[int], wave: int, choices: int
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """-> (rows [n, 8, D] for the n experts of a run, [(pair, which of the 8 n results is its)])."""
+    if rows.shape[0] <= ROW_BLOCK:
+        block = pad_rows(rows).expand(len(run), ROW_BLOCK, rows.shape[1])
+        return block, [(pair, ROW_BLOCK * at + pair // choices) for at, e in enumerate(run) for pair in pairs[e]]
+    taken = [pairs[expert][ROW_BLOCK * wave : ROW_BLOCK * (wave + 1)] for expert in run]
+    members = [(pair, ROW_BLOCK * at + row) for at, some in enumerate(taken) for row, pair in enumerate(some)]
+    # Where an expert has fewer than eight rows left, the block is filled with its first one; those results are not
+    # read.
+    picked = [some[row if row < len(some) else 0] // choices for some in taken for row in range(ROW_BLOCK)]
+    return rows.index_select(0, torch.tensor(picked, device=rows.device)).view(len(run), ROW_BLOCK, -1), members

@@ -6,8 +6,8 @@ Owns the meaning of each and its cases. Knows no weights' storage format and no 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from legato.ops.invariant import map_elements
 from legato.ops.op import op
@@ -20,26 +20,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [..., D], weight [D] -> [..., D] in x's dtype, computed in float32 and rounded once at the end.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return F.rms_norm(x.to(torch.float32), weight.shape, weight.to(torch.float32), eps).to(x.dtype)
+    return functional.rms_norm(x.to(torch.float32), weight.shape, weight.to(torch.float32), eps).to(x.dtype)
 
 
 @op
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. The indexer's key norm, eps 1e-6.
 
-    x [..., X], weight and bias [X] -> [..., X] in x's dtype, computed in float32. Source: Ba et al. 2016, arXiv:1607.06450.
+    x [..., X], weight and bias [X] -> [..., X] in x's dtype, computed in float32. Source: Ba et al. 2016,
+    arXiv:1607.06450.
     """
     weight, bias = weight.to(torch.float32), bias.to(torch.float32)
-    return F.layer_norm(x.to(torch.float32), weight.shape, weight, bias, eps).to(x.dtype)
+    return functional.layer_norm(x.to(torch.float32), weight.shape, weight, bias, eps).to(x.dtype)
 
 
 @op
 def rope_angles(positions: Tensor, theta: float, dim: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position * theta^(-2i/dim) for i in 0..dim/2.
 
-    positions [T] integers, theta the base, dim = R -> two float32 [T, R/2]. The angle is rounded to float32, as in training: at
-    position 10^6 it has an error of up to 0.03 rad that the model has learnt. Once per step; all layers share it.
-    Source: Su et al. 2021, arXiv:2104.09864.
+    positions [T] integers, theta the base, dim = R -> two float32 [T, R/2]. The angle is rounded to float32, as in
+    training: at position 10^6 it has an error of up to 0.03 rad that the model has learnt. Once per step; all layers
+    share it. Source: Su et al. 2021, arXiv:2104.09864.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
     angles = positions.to(torch.float32).unsqueeze(-1) * (1.0 / theta**exponents)
@@ -48,40 +49,33 @@ def rope_angles(positions: Tensor, theta: float, dim: int) -> tuple[Tensor, Tens
 
 @op
 def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:
-    """Rotate the pairs (x[start+2i], x[start+2i+1]) by angle i; every other dimension passes through. Results stay in place.
+    """Rotate the pairs (x[start+2i], x[start+2i+1]) by angle i; every other dimension passes through. Results stay in
+    place.
 
-    x [T, h, d], cos and sin [T, R/2] float32, start + R <= d -> [T, h, d] in x's dtype. Main heads: start = N; shared key: 0;
-    indexer: 0. Source: arXiv:2104.09864, equation 34.
+    x [T, h, d], cos and sin [T, R/2] float32, start + R <= d -> [T, h, d] in x's dtype. Main heads: start = N; shared
+    key: 0; indexer: 0. Source: arXiv:2104.09864, equation 34.
     """
-    width = 2 * cos.shape[-1]
-    turned = x[..., start : start + width].to(torch.float32).unflatten(-1, (-1, 2))
-    rotated = _rotate(turned[..., 0], turned[..., 1], cos, sin)
-    return _splice(x, torch.stack(rotated, dim=-1).flatten(-2), start)
+    turned = x.to(torch.float32, copy=True)
+    pairs = torch.view_as_complex(turned[..., start : start + 2 * cos.shape[-1]].unflatten(-1, (-1, 2)))
+    pairs.mul_(torch.complex(cos, sin).unsqueeze(-2))
+    return turned.to(x.dtype)
 
 
 @op(reference_ok=True)
 def rope_half(x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:
-    """Rotate the pairs (x[start+i], x[start+R/2+i]) by angle i; every other dimension passes through. Results stay in place.
+    """Rotate the pairs (x[start+i], x[start+R/2+i]) by angle i; every other dimension passes through. Results stay in
+    place.
 
-    Shapes as `rope_interleaved`. Only checkpoints whose `indexer_rope_interleave` is false use it, and the tests that must fail with it.
+    Shapes as `rope_interleaved`. Only checkpoints whose `indexer_rope_interleave` is false use it, and the tests that
+    must fail with it.
     """
     half = cos.shape[-1]
-    turned = x[..., start : start + 2 * half].to(torch.float32)
-    rotated = _rotate(turned[..., :half], turned[..., half:], cos, sin)
-    return _splice(x, torch.cat(rotated, dim=-1), start)
-
-
-def _rotate(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return first * cos - second * sin, second * cos + first * sin
-
-
-def _splice(x: Tensor, rotated: Tensor, start: int) -> Tensor:
-    rotated = rotated.to(x.dtype)
-    stop = start + rotated.shape[-1]
-    parts = (x[..., :start], rotated, x[..., stop:])
-    kept = [part for part in parts if part.shape[-1]]
-    return torch.cat(kept, dim=-1) if len(kept) > 1 else rotated
+    turned = x.to(torch.float32, copy=True)
+    first, second = turned[..., start : start + half].clone(), turned[..., start + half : start + 2 * half].clone()
+    turned[..., start : start + half] = first * cos - second * sin
+    turned[..., start + half : start + 2 * half] = second * cos + first * sin
+    return turned.to(x.dtype)
 
 
 @op
@@ -91,4 +85,4 @@ def swiglu(gate_up: Tensor) -> Tensor:
     gate_up [T, 2F] -> [T, F] in its dtype, computed in float32; no clamp. Source: Shazeer 2020, arXiv:2002.05202.
     """
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
-    return (map_elements(F.silu, gate) * up).to(gate_up.dtype)
+    return (map_elements(functional.silu, gate) * up).to(gate_up.dtype)

@@ -1,6 +1,7 @@
 """What happens to an indexer query between its projection and scoring.
 
-Owns the quantisation of the query and the folding of its scale into the head gates. Called by `legato.model` on full layers.
+Owns the quantisation of the query and the folding of its scale into the head gates. Called by `legato.model` on full
+layers.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from legato.ops.op import op
 
 @op
 def quantize_index_query(q: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each head's query to e4m3 under a power-of-two scale (rounded up) and multiply that scale into the head's gate.
+    """Round each head's query to e4m3 under a power-of-two scale (rounded up) and multiply that scale into the head's
+    gate.
 
     q [T, I, X] float32 or bfloat16 (rotated), gates [T, I] float32 (already times I^-0.5 X^-0.5)
-    -> (q e4m3 [T, I, X], gates float32 [T, I]). ReLU is homogeneous, so gate * relu(scale * q8 . k) = (gate * scale) * relu(q8 . k).
-    Source: the indexer of DeepSeek-V3.2-Exp.
+    -> (q e4m3 [T, I, X], gates float32 [T, I]). ReLU is homogeneous, so gate * relu(scale * q8 . k) = (gate * scale) *
+    relu(q8 . k). Source: the indexer of DeepSeek-V3.2-Exp.
     """
     codes, scale = quantize_groups(q.to(torch.float32))
     return codes, gates * scale.squeeze(-1)

@@ -16,8 +16,8 @@ from legato.ops.op import op
 def cache_slots(page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """slot = page_table[row, position // 64] * 64 + position % 64.
 
-    page_table [M, P] int32 (negative: no page), rows [T] and positions [T] int32 or int64 -> slots [T] int32; -1 where the row or the
-    position is negative, the position lies past the table, or there is no page.
+    page_table [M, P] int32 (negative: no page), rows [T] and positions [T] int32 or int64 -> slots [T] int32; -1 where
+    the row or the position is negative, the position lies past the table, or there is no page.
     """
     rows, positions = rows.to(torch.int64), positions.to(torch.int64)
     known = (rows >= 0) & (positions >= 0) & (positions < page_table.shape[1] * PAGE)

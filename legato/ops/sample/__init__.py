@@ -1,6 +1,8 @@
-"""From logits to tokens: sampling that is a function of (logits, parameters, seed, position) alone, and acceptance of drafts.
+"""From logits to tokens: sampling that is a function of (logits, parameters, seed, position) alone, and acceptance of
+drafts.
 
-Owns the noise, the filters, the choice, verification and log-probabilities. Knows no request. Called by `legato.runtime`.
+Owns the noise, the filters, the choice, verification and log-probabilities. Knows no request. Called by
+`legato.runtime`.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from torch import Tensor
 from legato.ops.invariant import map_elements
 from legato.ops.op import op
 from legato.ops.sample.philox import uniform
+from legato.ops.select.ordering import first_k, ordered_keys
 
 
 @op
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise -log(-log u), one number per token id, keyed by (seed, position, token id).
 
-    seed [B] int64, position [B] int64 (of the token being chosen) -> float32 [B, W]. Philox4x32-10 makes u (see `philox.uniform`).
-    Adding it to log-probabilities and taking the argmax draws from them (Gumbel 1954), and two models that share the noise tend to
-    choose the same token, which is why drafts use it too.
+    seed [B] int64, position [B] int64 (of the token being chosen) -> float32 [B, W]. Philox4x32-10 makes u (see
+    `philox.uniform`). Adding it to log-probabilities and taking the argmax draws from them (Gumbel 1954), and two
+    models that share the noise tend to choose the same token, which is why drafts use it too.
     """
     return map_elements(_gumbel_of, uniform(seed, position, vocab))
 
@@ -40,12 +43,12 @@ def sample(
 ) -> Tensor:
     """One token per row.
 
-    logits [T, W]; temperature [T] float32; top_k [T] int32 (0 = off); top_p [T] float32 (1 = off); min_p [T] float32 (0 = off);
-    seed [T] and position [T] int64 -> tokens [T] int64.
-    Temperature 0: the argmax, ties to the lowest id. Otherwise the argmax over the kept tokens of logits / temperature + gumbel: a draw
-    from the softmax over them. Kept: the top_k best (ties to the lowest id), of those the fewest whose renormalised probabilities reach
-    top_p (at least one), of those the tokens with at least min_p times the best one's probability.
-    The same logits, parameters, seed and position give the same token, whatever the other rows are.
+    logits [T, W]; temperature [T] float32; top_k [T] int32 (0 = off); top_p [T] float32 (1 = off); min_p [T] float32 (0
+    = off); seed [T] and position [T] int64 -> tokens [T] int64.
+    Temperature 0: the argmax, ties to the lowest id. Otherwise the argmax over the kept tokens of logits / temperature
+    + gumbel: a draw from the softmax over them. Kept: the top_k best (ties to the lowest id), of those the fewest whose
+    renormalised probabilities reach top_p (at least one), of those the tokens with at least min_p times the best one's
+    probability. The same logits, parameters, seed and position give the same token, whatever the other rows are.
     """
     tokens = logits.argmax(-1)
     drawn = (temperature > 0).nonzero().view(-1)
@@ -77,9 +80,9 @@ def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 def verify(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
     """How many drafts the target's own samples confirm: the longest prefix with sampled[b, r] == drafts[b, r].
 
-    sampled [B, K+1] int64 (row r: the target's token after r drafts), drafts [B, K] int64, num_drafts [B] -> accepted [B] int64,
-    at most num_drafts. The emitted tokens are sampled[b, : accepted + 1], each the target's own sample given what precedes it, so the
-    output's distribution is the target's at any temperature.
+    sampled [B, K+1] int64 (row r: the target's token after r drafts), drafts [B, K] int64, num_drafts [B] -> accepted
+    [B] int64, at most num_drafts. The emitted tokens are sampled[b, : accepted + 1], each the target's own sample given
+    what precedes it, so the output's distribution is the target's at any temperature.
     """
     width = drafts.shape[1]
     offered = torch.arange(width, device=drafts.device) < num_drafts.unsqueeze(1)
@@ -90,12 +93,10 @@ def verify(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, at temperature 1 and without filters, of the chosen tokens and of the `top` most likely.
 
-    logits [T, W], tokens [T] int64 -> (chosen [T] float32, top_ids [T, top] int64 best first with ties to the lowest id,
-    top_values [T, top] float32).
+    logits [T, W], tokens [T] int64 -> (chosen [T] float32, top_ids [T, top] int64 best first with ties to the lowest
+    id, top_values [T, top] float32).
     """
     values = torch.log_softmax(logits.to(torch.float32), dim=-1)
     chosen = values.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    if not top:
-        return chosen, tokens.new_zeros(tokens.shape[0], 0), values[:, :0]
-    best, ids = values.sort(dim=-1, descending=True, stable=True)
-    return chosen, ids[:, :top], best[:, :top]
+    top_ids = first_k(ordered_keys(values), top)
+    return chosen, top_ids, values.gather(1, top_ids)

@@ -18,7 +18,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "legato"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "checkpoints" not in path.parts)
 
-FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "core", "manager", "handler", "impl", "v2"}
+FORBIDDEN_NAMES = {
+    "utils",
+    "util",
+    "helpers",
+    "helper",
+    "common",
+    "misc",
+    "base",
+    "core",
+    "manager",
+    "handler",
+    "impl",
+    "v2",
+}
 TORCH_FREE = ("config", "plan", "types", "schedule", "server", "engine/messages")
 LOCAL_IMPORTS_ALLOWED = {"__main__.py", "ops/op.py"}
 SERVER_MAY_IMPORT = ("legato.server", "legato.engine.messages", "legato.types")
@@ -80,7 +93,9 @@ def test_module_opens_with_a_docstring(path: Path) -> None:
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert text, f"{name_of(path)} has no docstring: say what it owns, what it must not know, who calls it"
     if path.name != "__init__.py":
-        assert len(text.splitlines()) >= 2, f"{name_of(path)}: one line is not enough for owns / must not know / who calls it"
+        assert len(text.splitlines()) >= 2, (
+            f"{name_of(path)}: one line is not enough for owns / must not know / who calls it"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -164,14 +179,19 @@ def test_environment_is_read_in_one_place() -> None:
 
 def test_repository_speaks_of_legato_alone() -> None:
     """No machine's paths and no registry hosts in tracked text."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     paths = r"(?<![\w.])/" + r"work/|/opt/" + r"(wheels|pypi)"
     hosts = r"files\.python" + r"hosted|py" + r"pi\.org|download\.py" + r"torch"
     pattern = re.compile(f"{paths}|{hosts}")
     wrong = []
     for name in tracked:
         path = ROOT / name
-        if path.suffix in {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".jinja", ".cu", ""} and path.is_file():
+        if (
+            path.suffix in {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".jinja", ".cu", ""}
+            and path.is_file()
+        ):
             if path.stat().st_size > 1_000_000:
                 continue
             if match := pattern.search(path.read_text(errors="replace")):
@@ -184,5 +204,7 @@ def test_file_sizes(record_property: Callable[[str, object], None]) -> None:
     smells = {name: lines for name, lines in sizes.items() if lines > SMELL_LINES}
     record_property("near_the_limit", smells)
     if smells:
-        print("files over", SMELL_LINES, "lines:", ", ".join(f"{name} {lines}" for name, lines in sorted(smells.items())))
+        print(
+            "files over", SMELL_LINES, "lines:", ", ".join(f"{name} {lines}" for name, lines in sorted(smells.items()))
+        )
     assert not {name: lines for name, lines in sizes.items() if lines > HARD_LINES}

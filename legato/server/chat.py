@@ -10,14 +10,13 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
-from legato.server.text import GUARD, Tokenizer, TokenizerError, read_json
+from legato.server.text import GUARD, TextFiles, Tokenizer, json_object
 
 Message = Mapping[str, Any]
 
@@ -26,6 +25,7 @@ SAME_ROLE = {"developer": "system", "function": "tool"}
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception"})
 SWITCHES = ("enable_thinking", "clear_thinking")
 TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
 
 
 class ChatError(ValueError):
@@ -68,28 +68,26 @@ class ChatTemplate:
         self.arguments = frozenset(used - OWN_VARIABLES - set(environment.globals))
 
     @classmethod
-    def open(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of the checkpoint in `folder`: `chat_template.jinja` wins over the one in `tokenizer_config.json`.
+    def open(cls, files: TextFiles, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template of a checkpoint: `chat_template.jinja` wins over the one in `tokenizer_config.json`.
 
         Raises:
             ChatError: there is none, or it cannot be compiled.
+            TokenizerError: `tokenizer_config.json` is damaged.
         """
-        path, config = folder / TEMPLATE_FILE, folder / "tokenizer_config.json"
-        if path.exists():
-            try:
-                return cls(path.read_text(encoding="utf-8"), tokenizer, str(path))
-            except (OSError, UnicodeDecodeError) as error:
-                raise ChatError(f"{path}: cannot be read ({error})") from error
-        try:
-            source: Any = read_json(config).get("chat_template") if config.exists() else None
-        except TokenizerError as error:
-            raise ChatError(str(error)) from error
-        if isinstance(source, list):
-            named = cast(list[dict[str, Any]], source)
-            source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-        if not isinstance(source, str):
-            raise ChatError(f"{folder}: no chat template ({TEMPLATE_FILE}); this checkpoint completes text, it cannot chat")
-        return cls(source, tokenizer, str(config))
+        source = files.text(TEMPLATE_FILE)
+        if source is not None:
+            return cls(source, tokenizer, f"{files.label}/{TEMPLATE_FILE}")
+        declared: Any = json_object(files, CONFIG_FILE).get("chat_template")
+        if isinstance(declared, list):
+            named = cast(list[dict[str, Any]], declared)
+            declared = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+        if not isinstance(declared, str):
+            raise ChatError(
+                f"{files.label}/{TEMPLATE_FILE}: no such file: without a chat template this checkpoint completes text, "
+                "but cannot chat"
+            )
+        return cls(declared, tokenizer, f"{files.label}/{CONFIG_FILE}")
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any

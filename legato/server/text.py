@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import tokenizers
+
+TOKENIZER_FILE = "tokenizer.json"
 
 GUARD = "\udfff"
 """A lone surrogate: it can stand in a Python string but in no UTF-8 text, so nobody can send it."""
@@ -31,20 +33,49 @@ class TokenizerError(ValueError):
     """The tokenizer files of a model cannot be used. The message names the file and what to do."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
+class TextFiles(Protocol):
+    """Where the small files of a checkpoint are. `label` says where, for messages."""
+
+    @property
+    def label(self) -> str: ...
+
+    def text(self, name: str) -> str | None:
+        """The content of a file, or `None` where there is no such file."""
+        ...
+
+
+class Folder:
+    """The files of a local directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.label = str(path)
+        self._path = path
+
+    def text(self, name: str) -> str | None:
+        """The content of a file, or `None` where there is no such file. Raises `TokenizerError` if it cannot be read."""
+        try:
+            return (self._path / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{self._path / name}: cannot be read ({error})") from error
+
+
+def json_object(files: TextFiles, name: str) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no such file.
 
     Raises:
-        TokenizerError: the file cannot be read or holds no JSON object.
+        TokenizerError: the file holds no JSON object.
     """
+    text = files.text(name)
+    if text is None:
+        return {}
     try:
-        value: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read ({error.strerror})") from error
+        value: Any = json.loads(text)
     except ValueError as error:
-        raise TokenizerError(f"{path}: is not valid JSON ({error}); is the download complete?") from error
+        raise TokenizerError(f"{files.label}/{name}: is not valid JSON ({error}); is the download complete?") from error
     if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+        raise TokenizerError(f"{files.label}/{name}: holds a JSON {type(value).__name__}, not an object")
     return cast(dict[str, Any], value)
 
 
@@ -67,14 +98,16 @@ class Tokenizer:
         names: the named special tokens of `tokenizer_config.json`, such as `eos_token`.
     """
 
-    def __init__(self, description: Mapping[str, Any], stop_ids: Iterable[int] = (), names: Mapping[str, str] | None = None):
+    def __init__(
+        self, description: Mapping[str, Any], stop_ids: Iterable[int] = (), names: Mapping[str, str] | None = None
+    ):
         """Builds the tokenizer from the parsed `tokenizer.json`.
 
         Raises:
             TokenizerError: it is no byte-level BPE, or the tokenizers library refuses it.
         """
         if not _is_byte_level(description.get("decoder")):
-            raise TokenizerError("tokenizer.json: only byte-level BPE is supported (decoder type ByteLevel)")
+            raise TokenizerError("only byte-level BPE is supported (decoder type ByteLevel)")
         added = [token for token in description.get("added_tokens") or [] if len(token["content"]) > 1]
         self.control: dict[str, int] = {token["content"]: token["id"] for token in added}
         self.stop_ids = frozenset(stop_ids)
@@ -85,27 +118,29 @@ class Tokenizer:
         try:
             self._plain = tokenizers.Tokenizer.from_str(json.dumps(_without_control(description, self.control)))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"tokenizer.json: {error}") from error
+            raise TokenizerError(str(error)) from error
         ordinary = self._plain.get_vocab_size(with_added_tokens=True)
         self.vocab_size = max([ordinary, *(index + 1 for index in self.control.values())])
 
     @classmethod
-    def open(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of the checkpoint in `folder`. `tokenizer.json` is enough; the other files are read if present.
+    def open(cls, files: TextFiles) -> Tokenizer:
+        """The tokenizer of a checkpoint. `tokenizer.json` is enough; the other files are read if present.
 
         Raises:
             TokenizerError: there is no `tokenizer.json`, or a file is damaged.
         """
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise TokenizerError(f"{path}: no such file; copy the tokenizer.json that belongs to the checkpoint there")
+        description = json_object(files, TOKENIZER_FILE)
+        where = f"{files.label}/{TOKENIZER_FILE}"
+        if not description:
+            raise TokenizerError(
+                f"{where}: no such file, or an empty one; copy the {TOKENIZER_FILE} of the checkpoint there"
+            )
+        stop_ids, names = _stop_ids(files), _names(files)
         try:
-            return cls(read_json(path), _stop_ids(folder), _names(folder))
-        except TokenizerError as error:
-            message = str(error)
-            raise TokenizerError(f"{folder / message}" if message.startswith("tokenizer.json") else message) from error
-        except (KeyError, TypeError) as error:
-            raise TokenizerError(f"{path}: is not the file of a tokenizer (missing or odd field {error})") from error
+            return cls(description, stop_ids, names)
+        except (TokenizerError, KeyError, TypeError) as error:
+            reason = error if isinstance(error, TokenizerError) else f"missing or odd field {error}"
+            raise TokenizerError(f"{where}: is not the file of a usable tokenizer: {reason}") from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text: control tokens in it are split like any other text, and nothing is added."""
@@ -206,22 +241,21 @@ def _without_control(description: Mapping[str, Any], control: Mapping[str, int])
     return {**description, "added_tokens": kept, "model": model, "truncation": None, "padding": None}
 
 
-def _stop_ids(folder: Path) -> list[int]:
+def _stop_ids(files: TextFiles) -> list[int]:
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        value: Any = read_json(path).get("eos_token_id") if path.exists() else None
+        value: Any = json_object(files, name).get("eos_token_id")
         ids = cast(list[Any], value if isinstance(value, list) else [] if value is None else [value])
         if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in ids):
-            raise TokenizerError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}")
+            where = f"{files.label}/{name}"
+            raise TokenizerError(f"{where}: eos_token_id must be a token id or a list of them, got {value!r}")
         found += ids
     return found
 
 
-def _names(folder: Path) -> dict[str, str]:
+def _names(files: TextFiles) -> dict[str, str]:
     """The named tokens of tokenizer_config.json, each a string or an object with `content`. Its class is not read."""
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.exists() else {}
+    config = json_object(files, "tokenizer_config.json")
     names: dict[str, str] = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value: Any = config.get(key)

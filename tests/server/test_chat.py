@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from legato.server.chat import ChatError, ChatPrompt, ChatTemplate
-from legato.server.text import Tokenizer
+from legato.server.text import Folder, Tokenizer
 from tests.server.conftest import CONTROL, TAGS
 
 USER = {"role": "user", "content": "Write f(x) < 3 & say 你好"}
@@ -24,7 +24,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "list[int]": {"type": "array"}}},
     },
 }
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "text": "x<y", "l": [1, None]}}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1, "text": "x<y", "l": [1, None]}},
+}
 CONVERSATIONS: dict[str, dict[str, Any]] = {
     "plain": {"messages": [USER]},
     "high": {"messages": [USER], "reasoning_effort": "high"},
@@ -38,7 +42,9 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
         "clear_thinking": False,
     },
     "think in content": {"messages": [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}]},
-    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+    "parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    },
     "tools": {"messages": [USER], "tools": [TOOL, TOOL]},
     "tool use": {
         "messages": [
@@ -122,7 +128,11 @@ def test_start_state_is_what_the_prompt_ends_with(
 ) -> None:
     arguments: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     arguments |= {} if effort is None else {"reasoning_effort": effort}
-    tail = {"user": [], "tool": [{"role": "tool", "content": "<think>"}], "assistant": [{"role": "assistant", "content": "a"}]}
+    tail = {
+        "user": [],
+        "tool": [{"role": "tool", "content": "<think>"}],
+        "assistant": [{"role": "assistant", "content": "a"}],
+    }
     prompt = template.render([USER, *tail[last]], **arguments)
     assert prompt.in_reasoning == prompt.text.endswith("<think>") == (thinking is not False)
     line = "Reasoning Effort: High" if effort == "high" else "Reasoning Effort: Max"
@@ -155,8 +165,16 @@ def test_other_spellings(template: ChatTemplate) -> None:
         ([{"role": [], "content": "x"}], {}, "messages[0].role"),
         ([USER, {"role": "user", "content": 3}], {}, "messages[1].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "'image_url'"),
-        ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {}, "not valid JSON"),
-        ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}], {}, "JSON object"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            {},
+            "not valid JSON",
+        ),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+            {},
+            "JSON object",
+        ),
         ([USER, {"role": "assistant", "tool_calls": ["f"]}], {}, "tool_calls"),
         ([USER], {"thinking": False}, "did you mean clear_thinking or enable_thinking?"),
         ([USER], {"colour": 1}, "it reads clear_thinking"),
@@ -194,13 +212,15 @@ def test_templates_are_sandboxed(tokenizer: Tokenizer) -> None:
         (None, None, None),
     ],
 )
-def test_which_template_wins(jinja: str | None, config: Any, expected: str | None, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_which_template_wins(
+    jinja: str | None, config: Any, expected: str | None, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     if jinja is not None:
         (tmp_path / "chat_template.jinja").write_text(jinja)
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if expected is None:
-        with pytest.raises(ChatError, match="no chat template"):
-            ChatTemplate.open(tmp_path, tokenizer)
+        with pytest.raises(ChatError, match="cannot chat"):
+            ChatTemplate.open(Folder(tmp_path), tokenizer)
     else:
-        assert ChatTemplate.open(tmp_path, tokenizer).render([USER]).text == expected
+        assert ChatTemplate.open(Folder(tmp_path), tokenizer).render([USER]).text == expected

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from legato.server.text import GUARD, Tokenizer, TokenizerError, well_formed
+from legato.server.text import GUARD, Folder, Tokenizer, TokenizerError, well_formed
 from tests.server.conftest import CONTROL, TAGS
 
 TEXTS = [
@@ -55,7 +55,11 @@ def test_control_tokens_do_not_form_across_borders(control: str, tokenizer: Toke
 
 
 @settings(max_examples=200, deadline=None)
-@given(parts=st.lists(st.sampled_from([*CONTROL, *TAGS, "<", ">", "[", "]", "|", "user", " ", "é", "🎉", "\ud800", "\udfff"])))
+@given(
+    parts=st.lists(
+        st.sampled_from([*CONTROL, *TAGS, "<", ">", "[", "]", "|", "user", " ", "é", "🎉", "\ud800", "\udfff"])
+    )
+)
 def test_guarded_text_never_makes_control_tokens(parts: list[str], tokenizer: Tokenizer) -> None:
     text = "".join(parts)
     ids = tokenizer.encode_template("<|user|>" + tokenizer.guard(text) + "<|assistant|>")
@@ -69,8 +73,13 @@ def test_whole_word_entries_cannot_smuggle_control_tokens(description: dict[str,
     description = copy.deepcopy(description)
     model: dict[str, Any] = {**description["model"], "ignore_merges": True}
     model["vocab"]["<sop>"] = 604
-    tokenizer = Tokenizer({**description, "model": model, "pre_tokenizer": {
-        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}})
+    tokenizer = Tokenizer(
+        {
+            **description,
+            "model": model,
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        }
+    )
     assert not set(tokenizer.encode("<sop>")) & set(tokenizer.control.values())
 
 
@@ -84,7 +93,9 @@ def test_hidden_and_visible_control_tokens(tokenizer: Tokenizer) -> None:
 def test_bytes_of_every_token_agree_with_the_library(tokenizer: Tokenizer, backend: Backend) -> None:
     for index in range(tokenizer.vocab_size):
         assert tokenizer.token_bytes(index).decode("utf-8", "replace") == backend.decode([index])
-    assert tokenizer.token_bytes(tokenizer.vocab_size) == tokenizer.token_bytes(10**9) == tokenizer.token_bytes(-1) == b""
+    assert (
+        tokenizer.token_bytes(tokenizer.vocab_size) == tokenizer.token_bytes(10**9) == tokenizer.token_bytes(-1) == b""
+    )
 
 
 def test_invalid_utf8_is_replaced(tokenizer: Tokenizer, backend: Backend) -> None:
@@ -107,7 +118,7 @@ def folder(tmp_path: Path, description: dict[str, Any]) -> Path:
 
 
 def test_tokenizer_json_is_enough(folder: Path, tokenizer: Tokenizer) -> None:
-    opened = Tokenizer.open(folder)
+    opened = Tokenizer.open(Folder(folder))
     assert opened.encode("def f():") == tokenizer.encode("def f():")
     assert opened.stop_ids == frozenset() and opened.vocab_size == 620
 
@@ -123,7 +134,7 @@ def test_tokenizer_json_is_enough(folder: Path, tokenizer: Tokenizer) -> None:
 )
 def test_tokenizer_config_cannot_break_it(folder: Path, config: dict[str, Any]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert Tokenizer.open(folder).decode(Tokenizer.open(folder).encode("x")) == "x"
+    assert Tokenizer.open(Folder(folder)).decode(Tokenizer.open(Folder(folder)).encode("x")) == "x"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +150,7 @@ def test_stop_ids_come_from_either_file(folder: Path, generation: Any, config: A
     for name, value in (("generation_config.json", generation), ("config.json", config)):
         if value is not None:
             (folder / name).write_text(json.dumps(value))
-    assert Tokenizer.open(folder).stop_ids == expected
+    assert Tokenizer.open(Folder(folder)).stop_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -148,9 +159,13 @@ def test_stop_ids_come_from_either_file(folder: Path, generation: Any, config: A
         ("tokenizer.json", None, "no such file"),
         ("tokenizer.json", "{", "not valid JSON"),
         ("tokenizer.json", "[]", "not an object"),
-        ("tokenizer.json", "{}", "byte-level BPE"),
+        ("tokenizer.json", "{}", "no such file"),
         ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}}', "model"),
-        ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}, "model": {"type": "Nonsense"}}', "tokenizer.json"),
+        (
+            "tokenizer.json",
+            '{"decoder": {"type": "ByteLevel"}, "model": {"type": "Nonsense"}}',
+            "not the file of a usable",
+        ),
         ("tokenizer.json", '{"decoder": {"type": "Metaspace"}, "model": {}}', "byte-level BPE"),
         ("generation_config.json", '{"eos_token_id": "no"}', "eos_token_id"),
         ("generation_config.json", '{"eos_token_id": [true]}', "eos_token_id"),
@@ -161,5 +176,5 @@ def test_damaged_files_are_named(folder: Path, name: str, content: str | None, w
     if content is not None:
         (folder / name).write_text(content)
     with pytest.raises(TokenizerError) as caught:
-        Tokenizer.open(folder)
+        Tokenizer.open(Folder(folder))
     assert words in str(caught.value) and str(folder / name) in str(caught.value)

@@ -1,0 +1,261 @@
+"""Measures a trained checkpoint: held-out loss dense and sparse, expert use, draft agreement, accept length.
+
+Owns batched generation with caches and the replay that turns a continuation into accept lengths. A greedy continuation
+is replayed exactly: a draft is accepted while it equals the continuation's own token. For sampled continuations the same
+replay is the one-hot rule (a draft d is accepted with the target's probability of d). Called by hand:
+
+    python tools/train/evaluate.py --model OUT/bf16 --data DIR/tokens --tokenizer DIR/tokenizer --out metrics.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import model as model_module
+import numpy as np
+import torch
+import torch.nn.functional as F
+from attend import fake_quantise_e4m3
+from export import read_checkpoint
+from model import (
+    Layer, Model, ModelConfig, Runner, dense_mlp, final_norm, index_keys, index_queries, keys_values, linear, moe,
+    queries, rope_table,
+)
+from pretokenize import IDS
+from tokenizers import Tokenizer
+from torch import Tensor
+
+MOST_DRAFTS = 7
+CONTINUATION = 256
+
+
+class Decoder:
+    """Token-by-token decoding of many rows at the same position, with full caches and sparse selection."""
+
+    def __init__(self, model: Model, batch: int, length: int, dtype: torch.dtype) -> None:
+        c, device = model.config, model.norm.device
+        self.model, self.c, self.dtype = model, c, dtype
+        count, heads = len(model.layers), c.num_attention_heads
+        self.k = torch.zeros(count, batch, heads, length, c.qk_head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(count, batch, heads, length, c.v_head_dim, dtype=dtype, device=device)
+        self.index_k = torch.zeros(count, batch, length, c.index_head_dim, dtype=dtype, device=device)
+        self.cos, self.sin = rope_table(c, length, device)
+
+    def select(self, layer: Layer, at: int, i: int, normed: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """Writes the index key of this position; the selected positions [B, top-k], or None when all are."""
+        self.index_k[i, :, at] = fake_quantise_e4m3(index_keys(normed, layer.indexer, self.c, cos, sin))
+        if at < self.c.index_topk:
+            return None
+        q, w = index_queries(normed, q_lora, layer.indexer, self.c, cos, sin)
+        dots = F.relu(torch.matmul(fake_quantise_e4m3(q), self.index_k[i, :, : at + 1].transpose(1, 2)).float())
+        return torch.einsum("bhk,bh->bk", dots, w).topk(self.c.index_topk, -1).indices
+
+    def step(self, tokens: Tensor, at: int) -> Tensor:
+        """Logits [B, vocabulary] after reading tokens [B] at position `at`."""
+        model, c, batch = self.model, self.c, tokens.shape[0]
+        cos, sin = (t[at].expand(batch, -1) for t in (self.cos, self.sin))
+        x, chosen = F.embedding(tokens, model.embed_tokens).to(self.dtype), None
+        for i, layer in enumerate(model.layers):
+            normed, q_lora, q = queries(x, layer, c, cos, sin)
+            self.k[i, :, :, at], self.v[i, :, :, at] = keys_values(normed, layer, c, cos, sin)
+            if layer.indexer is not None:
+                chosen = self.select(layer, at, i, normed, q_lora, cos, sin)
+            k, v = self.k[i, :, :, : at + 1], self.v[i, :, :, : at + 1]
+            scores = torch.matmul(k, q[..., None])[..., 0].float() * c.qk_head_dim**-0.5
+            if chosen is not None:
+                keep = torch.zeros(batch, at + 1, dtype=torch.bool, device=x.device).scatter_(1, chosen, True)
+                scores = scores.masked_fill(~keep[:, None], -math.inf)
+            o = torch.matmul(torch.softmax(scores, -1).to(self.dtype)[..., None, :], v).flatten(1)
+            x = moe(x, o, layer, c)[0] if hasattr(layer, "router") else dense_mlp(x, o, layer, c)
+        return linear(final_norm(x, model.norm, c), model.lm_head).float()
+
+
+@torch.no_grad()
+def generate(model: Model, prompts: list[list[int]], new_tokens: int, sampled: Tensor, dtype: torch.dtype,
+             seed: int = 7) -> Tensor:
+    """Rows [B, longest prompt + new_tokens]: each prompt continued greedily, or at temperature 1 where `sampled`."""
+    device, longest = model.norm.device, max(map(len, prompts))
+    total = longest + new_tokens
+    rows = torch.zeros(len(prompts), total, dtype=torch.long, device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    for i, p in enumerate(prompts):
+        rows[i, : len(p)] = torch.tensor(p, device=device)
+    decoder = Decoder(model, len(prompts), total, dtype)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for at in range(total - 1):
+        logits = decoder.step(rows[:, at], at)
+        noise = -torch.log(-torch.log(torch.rand(logits.shape, generator=generator, device=device).clamp_(1e-20, 1 - 1e-7)))
+        following = (logits + noise * sampled[:, None]).argmax(-1)
+        rows[:, at + 1] = torch.where(at + 1 < lengths, rows[:, at + 1], following)
+    return rows
+
+
+@torch.no_grad()
+def draft_matches(model: Model, rows: Tensor, dtype: torch.dtype, attention: str, steps: int = MOST_DRAFTS) -> Tensor:
+    """match [B, S, steps]: whether the draft of step s at row i equals token i + 2 + s (false past the end)."""
+    batch, width = rows.shape
+    length = -(-width // 128) * 128
+    padded = F.pad(rows, (0, length - width + 16))
+    out = []
+    for part in padded.split(64):
+        runner = Runner(model, part.shape[0], length, True, None, True, dtype, attention)
+        trunk, _ = runner.trunk(part[:, :length])
+        drafts, _, _, _ = runner.mtp_chain(trunk.hidden, part, steps)
+        found = [linear(g, model.lm_head).argmax(-1).view(-1, length) == part[:, 2 + s : 2 + s + length]
+                 for s, g in enumerate(drafts)]
+        out.append(torch.stack(found, -1)[:, :width])
+    match = torch.cat(out)
+    beyond = torch.arange(width, device=rows.device)[:, None] + 2 + torch.arange(steps, device=rows.device) >= width
+    return match & ~beyond
+
+
+def replay(match: np.ndarray, start: int, end: int, drafts: int) -> tuple[int, int]:
+    """(tokens, rounds) of speculative decoding from `start` committed tokens to `end`, K = drafts; full rounds only."""
+    n, tokens, rounds = start + 1, 0, 0  # the first new token comes from the prompt's own forward
+    while n + drafts + 1 <= end:
+        accepted = 0
+        while accepted < drafts and match[n - 2, accepted]:
+            accepted += 1
+        tokens, rounds, n = tokens + accepted + 1, rounds + 1, n + accepted + 1
+    return tokens, rounds
+
+
+def distinct_share(tokens: list[int], n: int = 4) -> float:
+    """Different n-grams over all n-grams."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / max(1, len(grams))
+
+
+@torch.no_grad()
+def held_out(model: Model, stream: np.ndarray, total_bytes: int, dtype: torch.dtype, attention: str,
+             windows: int, length: int) -> dict[str, Any]:
+    """Loss of consecutive windows of the held-out documents, dense and sparse; expert use; draft agreement by position."""
+    device = model.norm.device
+    count = min(windows, (len(stream) - 16) // length)
+    tokens = torch.from_numpy(stream[: count * length + 16].astype(np.int64)).to(device)
+    sums = {"dense": 0.0, "sparse": 0.0}
+    tail = {"dense": 0.0, "sparse": 0.0}
+    loads: list[Tensor] | None = None
+    top1 = truth = torch.zeros(MOST_DRAFTS, dtype=torch.float64, device=device)
+    for i in range(count):
+        part = tokens[i * length : (i + 1) * length + 16][None].clone()
+        labels = part[0, 1 : length + 1].clone()
+        part[:, 0], part[:, 1] = IDS["[gMASK]"], IDS["<sop>"]
+        for kind in sums:
+            runner = Runner(model, 1, length, kind == "sparse", None, True, dtype, attention)
+            trunk, _ = runner.trunk(part[:, :length])
+            logits = linear(trunk.hidden, model.lm_head).float()
+            losses = F.cross_entropy(logits[1:], labels[1:], reduction="none")
+            sums[kind] += float(losses.sum())
+            tail[kind] += float(losses[-length // 4 :].mean()) / count
+        now = [x.double() for x in trunk.loads]
+        loads = now if loads is None else [a + b for a, b in zip(loads, now, strict=True)]
+        drafts, _, _, _ = runner.mtp_chain(trunk.hidden, part, MOST_DRAFTS)
+        best = logits.argmax(-1)
+        for s, g in enumerate(drafts):
+            guess = linear(g, model.lm_head).argmax(-1)
+            agree = (guess[: length - 1 - s] == best[1 + s :]).double().mean()
+            right = (guess == part[0, 2 + s : 2 + s + length]).double().mean()
+            top1 = top1.index_add(0, torch.tensor([s], device=device), agree[None] / count)
+            truth = truth.index_add(0, torch.tensor([s], device=device), right[None] / count)
+    rows = count * (length - 1)
+    bytes_per_token = total_bytes / (len(stream) - 3 * int((stream == IDS["[gMASK]"]).sum()))
+    result: dict[str, Any] = {"windows": count, "length": length, "bytes_per_token": round(bytes_per_token, 3)}
+    for kind, value in sums.items():
+        result[f"{kind}_loss"] = round(value / rows, 4)
+        result[f"{kind}_bits_per_byte"] = round(value / rows / math.log(2) / bytes_per_token, 4)
+        result[f"{kind}_loss_last_quarter"] = round(tail[kind], 4)
+    result["sparse_over_dense"] = round(sums["sparse"] / sums["dense"], 4)
+    result["expert_share"] = [[round(float(x), 3) for x in load / load.sum()] for load in loads or []]
+    result["draft_equals_target_argmax"] = [round(float(x), 4) for x in top1]
+    result["draft_equals_text"] = [round(float(x), 4) for x in truth]
+    return result
+
+
+def acceptance(model: Model, prompts: dict[str, list[list[int]]], tokenizer: Tokenizer, dtype: torch.dtype,
+               attention: str, samples: int) -> dict[str, Any]:
+    """Accept lengths at K = 1..7, greedy and at temperature 1, with distinct-4-gram shares; a few texts."""
+    flat = [p for group in prompts.values() for p in group]
+    sampled = torch.tensor([0.0] * len(flat) + [1.0] * len(flat), device=model.norm.device)
+    rows = generate(model, flat + flat, CONTINUATION, sampled, dtype)
+    match, result = draft_matches(model, rows, dtype, attention).cpu().numpy(), {}
+    host, ends = rows.cpu().numpy(), set(IDS[t] for t in ("<|endoftext|>", "<|user|>", "<|observation|>"))
+    for kind, base in (("greedy", 0), ("temperature_1", len(flat))):
+        spans = []
+        for i, prompt in enumerate(flat):
+            start, end = len(prompt), len(prompt) + CONTINUATION
+            stops = [j for j in range(start, end) if int(host[base + i, j]) in ends]
+            spans.append((base + i, start, stops[0] + 1 if stops else end))
+        share = [distinct_share(host[r, a:b].tolist()) for r, a, b in spans if b - a >= 32]
+        entry: dict[str, Any] = {"distinct_4gram_share": round(float(np.mean(share)), 4),
+                                 "continuations_under_half_distinct": round(float(np.mean([x < 0.5 for x in share])), 4),
+                                 "mean_tokens": round(float(np.mean([b - a for _, a, b in spans])), 1)}
+        for k in range(1, MOST_DRAFTS + 1):
+            counts = [replay(match[r], a, b, k) for r, a, b in spans]
+            entry[f"accept_length_k{k}"] = round(sum(t for t, _ in counts) / max(1, sum(n for _, n in counts)), 4)
+        loops = [(r, a, b) for (r, a, b) in spans if b - a >= 32 and distinct_share(host[r, a:b].tolist()) >= 0.5]
+        counts = [replay(match[r], a, b, 5) for r, a, b in loops]
+        entry["accept_length_k5_without_loops"] = round(sum(t for t, _ in counts) / max(1, sum(n for _, n in counts)), 4)
+        by_length, at = {}, 0
+        for length, group in prompts.items():
+            counts = [replay(match[r], a, b, 5) for r, a, b in spans[at : at + len(group)]]
+            by_length[length] = round(sum(t for t, _ in counts) / max(1, sum(n for _, n in counts)), 4)
+            at += len(group)
+        entry["accept_length_k5_by_prompt_tokens"] = by_length
+        step = max(1, len(spans) // max(1, samples))
+        entry["samples"] = [{"prompt_end": tokenizer.decode(host[r, max(0, a - 64) : a].tolist(), skip_special_tokens=False),
+                             "text": tokenizer.decode(host[r, a:b].tolist(), skip_special_tokens=False)}
+                            for r, a, b in spans[::step]]
+        result[kind] = entry
+    return result
+
+
+def fixed_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """A few prompts whose greedy continuation a person can judge: plain code and chat."""
+    code = ["def fibonacci(n):", "import os\nimport sys\n\n\ndef main():\n", "class Stack:\n    \"\"\"A simple stack.\"\"\"\n"]
+    off, on = "<|assistant|><think></think>", "<|assistant|><think>"
+    effort = "<|system|>Reasoning Effort: Max"
+    chat = [f"<|user|>Hello{off}", f"{effort}<|user|>Write a Python function `add(a, b)` that returns the sum of two numbers.{on}",
+            f"<|user|>Write a Python function `is_prime`: return True if n is a prime number.{off}"]
+    return [tokenizer.encode(t).ids for t in code + chat]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder with BF16 safetensors")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=200)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--prompts", type=int, default=50, help="prompts of each length")
+    parser.add_argument("--attention", choices=("flex", "sdpa"), default="sdpa")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model_module.compile_enabled = False
+    model = Model(ModelConfig()).to(device)
+    read_checkpoint(model, args.model)
+    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
+    stored = np.load(args.data / "heldout.npz")
+    metrics: dict[str, Any] = {"held_out": held_out(model, stored["tokens"], int(stored["bytes"]), dtype, args.attention,
+                                                    args.windows, args.length)}
+    args.out.write_text(json.dumps(metrics, indent=1) + "\n")
+    prompts = {k: v[: args.prompts] for k, v in json.loads((args.data / "prompts.json").read_text()).items()}
+    metrics["acceptance"] = acceptance(model, prompts, tokenizer, dtype, args.attention, samples=8)
+    fixed = fixed_prompts(tokenizer)
+    rows = generate(model, fixed, 128, torch.zeros(len(fixed), device=device), dtype)
+    metrics["fixed_prompts"] = [tokenizer.decode(r[: len(p) + 128].tolist(), skip_special_tokens=False)
+                                for p, r in zip(fixed, rows, strict=True)]
+    args.out.write_text(json.dumps(metrics, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in metrics["held_out"].items()}))
+    print(json.dumps({k: {n: x for n, x in v.items() if n != "samples"} for k, v in metrics["acceptance"].items()}))
+    print("\n=====\n".join(metrics["fixed_prompts"]))
+
+
+if __name__ == "__main__":
+    main()

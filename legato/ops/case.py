@@ -1,7 +1,6 @@
-"""A `Case`: one set of inputs on which every implementation of an op must agree with its reference, and what moving it
-costs.
+"""A `Case`: one set of inputs on which every implementation of an op agrees with its reference, and what it must move.
 
-Owns the shape of a case and how outputs are compared. Knows no op and no clock.
+Owns the shape of a case, how outputs are compared, and the few draws that cases share. Knows no op and no clock.
 Each op folder lists its cases in `CASES`; the parity tests, the benchmark and `legato doctor` run them.
 """
 
@@ -9,68 +8,102 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from legato.ops.op import Op
 
+Where = Literal["any", "gpu"]
+
 
 @dataclass(frozen=True)
 class Tolerance:
-    """|a - b| <= absolute + relative * |b|, elementwise, after both are cast to float32. Integers and bytes must always
-    be equal."""
+    """|a - b| <= absolute + relative * |b|, elementwise, in float32. Integers and bytes must be equal."""
 
     relative: float = 0.0
     absolute: float = 0.0
 
 
 EXACT = Tolerance()
+FLOAT32 = Tolerance(1e-5, 1e-5)
+BFLOAT16 = Tolerance(2.0**-7, 2.0**-8)
+
+
+class Draw:
+    """Random inputs, always drawn on the CPU and then moved, so that every device sees the same numbers."""
+
+    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        self.generator = generator
+        self.device = device
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        """Normal numbers with standard deviation `scale`."""
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """float32 uniforms in [low, high)."""
+        return (torch.rand(shape, generator=self.generator) * (high - low) + low).to(self.device)
+
+    def integers(self, *shape: int, low: int, high: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Integers in [low, high)."""
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
+
+    def distinct(self, count: int, below: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """`count` different integers in [0, below), in random order."""
+        return torch.randperm(below, generator=self.generator)[:count].to(self.device, dtype)
+
+    def codes(self, *shape: int) -> Tensor:
+        """Random finite e4m3 numbers, subnormals included, small enough for sums to stay tame."""
+        return self.normal(*shape, dtype=torch.float8_e4m3fn)
+
+    def listed(self, *values: float, dtype: torch.dtype = torch.int32) -> Tensor:
+        """The given numbers."""
+        return torch.tensor(values, device=self.device).to(dtype)
 
 
 @dataclass(frozen=True)
 class Case:
     """One call of an op.
 
-    `make(generator, device)` returns the positional arguments; tensors are drawn from the CPU `generator` and then
-    moved, so that every device sees the same numbers. `mutates`: indices of arguments written in place, compared after
-    the call beside the return value. `bytes` and `flops`: what the call must move and compute at least, for the
-    roofline.
+    `make` returns the positional arguments. `mutates`: indices of the arguments written in place, compared after the
+    call beside the return value. `bytes` and `flops`: what the call must move and compute at least, for the roofline.
+    `on`: "any", or "gpu" for production shapes that a CPU reference is too slow for.
     """
 
     op: Op[..., Any]
     name: str
-    make: Callable[[torch.Generator, torch.device], tuple[Any, ...]]
-    tolerance: Tolerance = Tolerance(1e-5, 1e-5)
+    make: Callable[[Draw], tuple[Any, ...]]
+    tolerance: Tolerance = FLOAT32
     mutates: tuple[int, ...] = ()
     bytes: int = 0
     flops: int = 0
+    on: Where = "any"
 
-    def inputs(self, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """The arguments for `seed`, on `device`."""
-        return self.make(torch.Generator().manual_seed(seed), device)
+    def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Any, ...]:
+        """The arguments for `seed`, on `device`; made anew by every call."""
+        return self.make(Draw(torch.Generator().manual_seed(seed), torch.device(device)))
 
     def outputs(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run `function` and collect all it made: its tensors, then the arguments it wrote. `arguments` are not reused
-        by the caller."""
+        """Run `function` and collect what it made: the tensors it returned, then the arguments it wrote."""
         made = function(*arguments)
         returned = () if made is None else made if isinstance(made, tuple) else (made,)
         return (*returned, *(arguments[index] for index in self.mutates))
 
     def mismatch(self, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str | None:
-        """None where every output agrees within the tolerance, otherwise one line that says which does not and by how
-        much."""
+        """None where every output is within the tolerance, otherwise a line that says which is not and by how much."""
         if len(found) != len(expected):
             return f"{len(found)} outputs, expected {len(expected)}"
         for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            problem = _difference(ours, theirs, self.tolerance)
+            problem = difference(ours, theirs, self.tolerance)
             if problem is not None:
                 return f"output {index}: {problem}"
         return None
 
 
-def _difference(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | None:
+def difference(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | None:
+    """None where the tensors agree within the tolerance (any two NaNs do), otherwise what differs."""
     found, expected = found.detach().cpu(), expected.detach().cpu()
     if found.shape != expected.shape:
         return f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
@@ -80,8 +113,7 @@ def _difference(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | 
     ours, theirs = found.to(torch.float32), expected.to(torch.float32)
     agree = (ours == theirs) | (ours.isnan() & theirs.isnan())
     error = torch.where(agree, 0.0, (ours - theirs).abs())
-    bound = tolerance.absolute + tolerance.relative * theirs.abs()
-    bad = ~agree & ~(error <= bound)
+    bad = ~agree & ~(error <= tolerance.absolute + tolerance.relative * theirs.abs())
     if not bool(bad.any()):
         return None
     worst = float(error.nan_to_num(nan=float("inf")).max())

@@ -6,10 +6,13 @@ nothing of how the selection was made. Called by `legato.model` on every layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from legato.ops.cache import read_latent_rows
+from legato.ops.cache import latent_cache, read_latent_rows
+from legato.ops.case import BFLOAT16, Case, Draw, Tolerance
 from legato.ops.op import op
 
 #: Tokens gathered at a time: 16384 rows of 576 float32 are 36 MiB.
@@ -88,3 +91,53 @@ def _probabilities(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 def _join(outputs: list[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _selection(draw: Draw, cache: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Slots with a random share of each row counted, one row with none, and -1 both inside and beyond the count."""
+    slots = draw.integers(rows, width, low=-1, high=cache.shape[0] * cache.shape[1])
+    counts = draw.integers(rows, low=1, high=width + 1)
+    counts[rows // 2] = 0 if rows > 1 else width
+    return slots, counts
+
+
+def _absorbed_case(rows: int, heads: int, width: int, dtype: torch.dtype, cached: torch.dtype) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        cache = latent_cache(draw, cached)
+        slots, counts = _selection(draw, cache, rows, width)
+        return draw.normal(rows, heads, 576, dtype=dtype, scale=0.5), cache, slots, counts, 0.0625, 512
+
+    token_bytes = 656 if cached == torch.uint8 else 576 * cached.itemsize
+    return Case(
+        sparse_mla,
+        f"sparse_mla rows={rows} heads={heads} width={width} {str(dtype)[6:]} cache={str(cached)[6:]}",
+        make,
+        BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 1e-5),
+        bytes=rows * (width * token_bytes + heads * 1088 * dtype.itemsize),
+        flops=2 * rows * heads * width * (576 + 512),
+    )
+
+
+def _expanded_case(rows: int) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        cache = latent_cache(draw, torch.float32)
+        slots, counts = _selection(draw, cache, rows, 64)
+        kv_b = draw.normal(4, 64 + 48, 512, scale=512**-0.5)
+        return draw.normal(rows, 4, 64 + 64), kv_b, cache, slots, counts, 128**-0.5
+
+    return Case(sparse_mha, f"sparse_mha rows={rows} heads=4 width=64", make, Tolerance(1e-5, 1e-5))
+
+
+CASES = (
+    *(
+        _absorbed_case(rows, 4, 128, torch.float32, cached)
+        for rows in (1, 6, 9)
+        for cached in (torch.float32, torch.bfloat16, torch.uint8)
+    ),
+    *(
+        _absorbed_case(rows, 8, 2048, torch.bfloat16, cached)
+        for rows in (1, 6)
+        for cached in (torch.bfloat16, torch.uint8)
+    ),
+    *(_expanded_case(rows) for rows in (1, 6)),
+)

@@ -7,11 +7,14 @@ is no token. Knows no request and no page table. Called by `legato.model`; the g
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from legato.ops.cache.layout import (
     INDEX_PAGE_BYTES,
+    INDEX_WIDTH,
     LATENT_BYTES,
     LATENT_GROUP,
     LATENT_ROPE,
@@ -23,6 +26,7 @@ from legato.ops.cache.layout import (
     index_page_views,
     quantize_groups,
 )
+from legato.ops.case import EXACT, Case, Draw
 from legato.ops.op import op
 
 
@@ -118,3 +122,76 @@ def gather_index_pages(cache: Tensor, page_ids: Tensor) -> Tensor:
     if bool((flat < 0).any()):
         pages = pages.masked_fill((flat < 0).view(-1, 1, 1), 0.0)
     return pages.view(*page_ids.shape, *pages.shape[1:])
+
+
+_PAGES = 6
+
+
+def latent_cache(draw: Draw, dtype: torch.dtype) -> Tensor:
+    """A latent cache of six pages, 512 + 64 wide, filled with tokens; for cases here and in `attend`."""
+    width = LATENT_BYTES if dtype == torch.uint8 else LATENT_WIDTH + LATENT_ROPE
+    cache = torch.zeros(_PAGES, PAGE, width, dtype=dtype, device=draw.device)
+    tokens = draw.normal(_PAGES * PAGE, LATENT_WIDTH), draw.normal(_PAGES * PAGE, LATENT_ROPE)
+    store_latent.reference(cache, *tokens, torch.arange(_PAGES * PAGE, device=draw.device))
+    return cache
+
+
+def index_cache(draw: Draw, dtype: torch.dtype, pages: int = _PAGES) -> Tensor:
+    """An index cache of some pages of 64 keys of 128, filled; for cases here and in `score`."""
+    shape = (INDEX_PAGE_BYTES,) if dtype == torch.uint8 else (PAGE, INDEX_WIDTH)
+    cache = torch.zeros(pages, *shape, dtype=dtype, device=draw.device)
+    keys = draw.normal(pages * PAGE, INDEX_WIDTH)
+    store_index_keys.reference(cache, keys, torch.arange(pages * PAGE, device=draw.device))
+    return cache
+
+
+def _some_skipped(draw: Draw, rows: int) -> Tensor:
+    slots = draw.distinct(rows, _PAGES * PAGE)
+    return slots.masked_fill_(torch.arange(rows, device=draw.device) % 5 == 3, -1)
+
+
+def _store_latent_case(rows: int, dtype: torch.dtype) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        # Rows of very different sizes, and one of zeros, so that the scales differ.
+        sizes = 10.0 ** draw.integers(rows, 1, low=-3, high=3).to(torch.float32)
+        latent = draw.normal(rows, LATENT_WIDTH) * sizes
+        latent[0] = 0
+        return latent_cache(draw, dtype), latent, draw.normal(rows, LATENT_ROPE), _some_skipped(draw, rows)
+
+    name = f"store_latent rows={rows} {str(dtype)[6:]}"
+    return Case(store_latent, name, make, EXACT, mutates=(0,), bytes=rows * (576 * 4 + LATENT_BYTES))
+
+
+def _store_keys_case(rows: int, dtype: torch.dtype) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        keys = draw.normal(rows, INDEX_WIDTH) * 10.0 ** draw.integers(rows, 1, low=-3, high=3).to(torch.float32)
+        return index_cache(draw, dtype), keys, _some_skipped(draw, rows)
+
+    name = f"store_index_keys rows={rows} {str(dtype)[6:]}"
+    return Case(store_index_keys, name, make, EXACT, mutates=(0,), bytes=rows * (INDEX_WIDTH * 5 + 4))
+
+
+_LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+_INDEX_DTYPES = (torch.float32, torch.uint8)
+CASES = (
+    *(_store_latent_case(rows, dtype) for rows in (1, 6, 37) for dtype in _LATENT_DTYPES),
+    *(_store_keys_case(rows, dtype) for rows in (1, 6, 37) for dtype in _INDEX_DTYPES),
+    *(
+        Case(
+            gather_latent,
+            f"gather_latent {str(dtype)[6:]}",
+            lambda draw, dtype=dtype: (latent_cache(draw, dtype), draw.integers(3, 40, low=-9, high=_PAGES * PAGE)),
+            EXACT,
+        )
+        for dtype in _LATENT_DTYPES
+    ),
+    *(
+        Case(
+            gather_index_pages,
+            f"gather_index_pages {str(dtype)[6:]}",
+            lambda draw, dtype=dtype: (index_cache(draw, dtype), draw.integers(2, 5, low=-1, high=_PAGES)),
+            EXACT,
+        )
+        for dtype in _INDEX_DTYPES
+    ),
+)

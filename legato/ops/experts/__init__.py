@@ -7,13 +7,16 @@ MLP of the model. Called by `legato.model` (route) and `legato.quant` (the produ
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
+from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.invariant import ROW_BLOCK, block_matmul, column_blocks, map_elements, matmul, pad_rows
-from legato.ops.op import op
+from legato.ops.op import Op, op
 from legato.ops.pointwise import swiglu
 
 #: The weights of a range of experts in float32: (w13 [n, 2F, D], w2 [n, D, F]).
@@ -62,8 +65,8 @@ def moe_fp8_block(
 
     def dequantized(run: slice) -> tuple[Tensor, Tensor]:
         return (
-            dequantize_fp8_block(w13[expert], w13_scale_inv[run]),
-            dequantize_fp8_block(w2[expert], w2_scale_inv[run]),
+            dequantize_fp8_block(w13[run], w13_scale_inv[run]),
+            dequantize_fp8_block(w2[run], w2_scale_inv[run]),
         )
 
     return _moe(x, ids, weights, w2.shape[1], dequantized)
@@ -176,3 +179,72 @@ def _rows_of_run(
     # read.
     picked = [some[row if row < len(some) else 0] // choices for some in taken for row in range(ROW_BLOCK)]
     return rows.index_select(0, torch.tensor(picked, device=rows.device)).view(len(run), ROW_BLOCK, -1), members
+
+
+def _stored(name: str, draw: Draw, sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    experts, width, hidden = sizes
+    w13, w2 = (experts, 2 * width, hidden), (experts, hidden, width)
+    match name:
+        case "moe_fp8_block":
+            return (*fp8_weight(draw, *w13), *fp8_weight(draw, *w2))
+        case "moe_int4":
+            return (*int4_weight(draw, *w13), *int4_weight(draw, *w2))
+        case "moe_nvfp4":
+            globals_13, globals_2 = (draw.uniform(*shape, low=1e-4, high=4e-4) for shape in ((experts, 2), (experts,)))
+            return (*nvfp4_weight(draw, *w13), globals_13, *nvfp4_weight(draw, *w2), globals_2)
+        case _:
+            return draw.normal(*w13, dtype=dtype, scale=hidden**-0.5), draw.normal(*w2, dtype=dtype, scale=width**-0.5)
+
+
+def _moe_case(
+    moe: Op[..., Tensor], rows: int, choices: int, sizes: tuple[int, int, int], dtype: torch.dtype, on: Where = "any"
+) -> Case:
+    """`sizes` = (E, F, D). Each row has `choices` different experts; of several rows one has its last choice masked."""
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        ids = draw.uniform(rows, sizes[0]).argsort(1)[:, :choices].to(torch.int32)
+        if rows > 1:
+            ids[rows // 2, -1] = -1
+        weights = draw.uniform(rows, choices, low=0.1, high=1.0)
+        return draw.normal(rows, sizes[2], dtype=dtype), ids, weights, *_stored(moe.name, draw, sizes, dtype)
+
+    active = min(sizes[0], rows * choices)
+    bits = {"moe_fp8_block": 8, "moe_nvfp4": 4.5, "moe_int4": 4.125}.get(moe.name, 8 * dtype.itemsize)
+    return Case(
+        moe,
+        f"{moe.name} rows={rows} choices={choices} experts={sizes[0]} f={sizes[1]} d={sizes[2]} {str(dtype)[6:]}",
+        make,
+        BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        bytes=int(active * 3 * sizes[1] * sizes[2] * bits / 8) + 2 * rows * sizes[2] * dtype.itemsize,
+        flops=6 * rows * choices * sizes[1] * sizes[2],
+        on=on,
+    )
+
+
+def _route_case(rows: int, experts: int, k: int, hidden: int) -> Case:
+    return Case(
+        route,
+        f"route rows={rows} experts={experts} k={k} d={hidden}",
+        lambda draw: (
+            draw.normal(rows, hidden),
+            draw.normal(experts, hidden, scale=hidden**-0.5),
+            draw.normal(experts, scale=0.3),
+            k,
+            2.5,
+        ),
+        FLOAT32,
+        bytes=experts * hidden * 4,
+        flops=2 * rows * experts * hidden,
+    )
+
+
+_PRODUCTS = (moe_bf16, moe_fp8_block, moe_nvfp4, moe_int4)
+CASES = (
+    *(_route_case(rows, *shape) for rows in (1, 6, 37) for shape in ((8, 2, 256), (256, 8, 512))),
+    *(_moe_case(moe, rows, 2, (8, 128, 256), torch.float32) for moe in _PRODUCTS for rows in (1, 6, 37)),
+    *(_moe_case(moe, 6, 2, (8, 128, 256), torch.bfloat16) for moe in _PRODUCTS),
+    # Every row of 40 on the same few experts: groups longer than a block.
+    _moe_case(moe_bf16, 40, 3, (4, 64, 64), torch.float32),
+    # GLM-5.2, one rank of 8.
+    *(_moe_case(moe, rows, 8, (256, 256, 6144), torch.bfloat16, "gpu") for moe in _PRODUCTS for rows in (1, 6, 16)),
+)

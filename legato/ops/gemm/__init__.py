@@ -7,13 +7,17 @@ Owns what `x @ W.T` means for each format. Activations are never quantised (W4A1
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from legato.ops.case import BFLOAT16, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
+from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.invariant import ROW_BLOCK, matmul
-from legato.ops.op import op
+from legato.ops.op import Op, op
 
 
 def _linear(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
@@ -76,3 +80,68 @@ def linear_heads(x: Tensor, weight: Tensor) -> Tensor:
     padded = functional.pad(rows, (0, 0, 0, 0, 0, -x.shape[0] % ROW_BLOCK)).transpose(0, 1)
     products = [torch.bmm(block, columns).transpose(0, 1) for block in padded.split(ROW_BLOCK, dim=1)]
     return torch.cat(products)[: x.shape[0]].to(x.dtype)
+
+
+def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
+    """One product with a weight [N, K] in the format of `linear`; cases of 6 and 16 rows add a residual."""
+    outputs, inputs = shape
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        x = draw.normal(rows, inputs, dtype=dtype)
+        residual = (draw.normal(rows, outputs, dtype=dtype),) if rows % 10 == 6 else ()
+        match linear.name:
+            case "linear_fp8_block":
+                weight = fp8_weight(draw, outputs, inputs)
+            case "linear_nvfp4":
+                per_row = draw.uniform(outputs, low=1e-4, high=4e-4)
+                weight = (*nvfp4_weight(draw, outputs, inputs), per_row if rows > 1 else per_row[0])
+            case "linear_int4":
+                weight = int4_weight(draw, outputs, inputs)
+            case _:
+                weight = (draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5),)
+        return (x, *weight, *residual)
+
+    bits = {"linear_fp8_block": 8, "linear_nvfp4": 4.5, "linear_int4": 4.125}.get(linear.name, 8 * dtype.itemsize)
+    return Case(
+        linear,
+        f"{linear.name} rows={rows} n={outputs} k={inputs} {str(dtype)[6:]}",
+        make,
+        BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        bytes=int(outputs * inputs * bits / 8) + rows * (outputs + inputs) * dtype.itemsize,
+        flops=2 * rows * outputs * inputs,
+        on=on,
+    )
+
+
+def _heads_case(rows: int, heads: int, shape: tuple[int, int], dtype: torch.dtype) -> Case:
+    outputs, inputs = shape
+    return Case(
+        linear_heads,
+        f"linear_heads rows={rows} heads={heads} n={outputs} k={inputs} {str(dtype)[6:]}",
+        lambda draw: (
+            draw.normal(rows, heads, inputs, dtype=dtype),
+            draw.normal(heads, inputs, outputs, dtype=dtype, scale=inputs**-0.5).transpose(1, 2),
+        ),
+        BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        bytes=(heads * outputs * inputs + rows * heads * (outputs + inputs)) * dtype.itemsize,
+        flops=2 * rows * heads * outputs * inputs,
+    )
+
+
+_FORMATS = (linear_bf16, linear_fp8_block, linear_nvfp4, linear_int4)
+CASES = (
+    *(_weight_case(linear, rows, (576, 256), torch.float32, "any") for linear in _FORMATS for rows in (1, 6, 37)),
+    *(_weight_case(linear, 6, (512, 384), torch.bfloat16, "any") for linear in _FORMATS),
+    # Widths that no block divides: 320 = two and a half blocks of the FP8 scale, 72 columns of output.
+    _weight_case(linear_bf16, 9, (72, 48), torch.float32, "any"),
+    _weight_case(linear_fp8_block, 9, (72, 320), torch.float32, "any"),
+    # GLM-5.2 at full width, and one rank of 8.
+    *(
+        _weight_case(linear, rows, shape, torch.bfloat16, "gpu")
+        for linear in _FORMATS
+        for rows in (1, 6, 16)
+        for shape in ((2624, 6144), (2048, 2048), (6144, 2048))
+    ),
+    *(_heads_case(rows, 4, shape, torch.float32) for rows in (1, 6, 9) for shape in ((512, 64), (64, 512))),
+    *(_heads_case(6, 8, shape, torch.bfloat16) for shape in ((512, 192), (256, 512))),
+)

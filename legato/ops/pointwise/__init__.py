@@ -5,12 +5,15 @@ Owns the meaning of each and its cases. Knows no weights' storage format and no 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance
 from legato.ops.invariant import map_elements
-from legato.ops.op import op
+from legato.ops.op import Op, op
 
 
 @op
@@ -86,3 +89,66 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
     return (map_elements(functional.silu, gate) * up).to(gate_up.dtype)
+
+
+def _norm_case(rows: int, width: int, dtype: torch.dtype) -> Case:
+    return Case(
+        rms_norm,
+        f"rms_norm rows={rows} width={width} {str(dtype)[6:]}",
+        lambda draw: (draw.normal(rows, width, dtype=dtype), 1 + draw.normal(width, dtype=dtype, scale=0.3), 1e-5),
+        BFLOAT16 if dtype == torch.bfloat16 else FLOAT32,
+        bytes=(2 * rows + 1) * width * dtype.itemsize,
+    )
+
+
+def _layer_norm_case(rows: int) -> Case:
+    return Case(
+        layer_norm,
+        f"layer_norm rows={rows} width=128",
+        lambda draw: (draw.normal(rows, 128), 1 + draw.normal(128, scale=0.3), draw.normal(128, scale=0.1), 1e-6),
+        bytes=(2 * rows + 2) * 128 * 4,
+    )
+
+
+def _rope_case(rotate: Op[..., Tensor], rows: int, heads: int, width: int, start: int) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        cos, sin = rope_angles.reference(draw.integers(rows, low=0, high=1 << 20), 8e6, 64)
+        return draw.normal(rows, heads, width), cos, sin, start
+
+    name = f"{rotate.name} rows={rows} heads={heads} width={width} start={start}"
+    return Case(rotate, name, make, bytes=8 * rows * heads * width)
+
+
+CASES = (
+    *(
+        _norm_case(rows, width, dtype)
+        for rows, width, dtype in (
+            (1, 6144, torch.float32),
+            (6, 6144, torch.bfloat16),
+            (6, 2048, torch.bfloat16),
+            (37, 512, torch.float32),
+        )
+    ),
+    *(_layer_norm_case(rows) for rows in (1, 6, 37)),
+    Case(
+        rope_angles,
+        "rope_angles up to position 2^20",
+        lambda draw: (draw.listed(0, 1, 63, 64, 4095, 131072, 1048575), 8e6, 64),
+        # At 2^20 one float32 rounding of the angle is 0.03 rad; the oracle rounds where the contract says.
+        Tolerance(0.0, 1e-6),
+    ),
+    *(
+        _rope_case(rope_interleaved, *shape)
+        for shape in ((1, 8, 256, 192), (6, 64, 256, 192), (6, 1, 64, 0), (37, 32, 128, 0))
+    ),
+    _rope_case(rope_half, 6, 32, 128, 0),
+    *(
+        Case(
+            swiglu,
+            f"swiglu rows={rows} width={width}",
+            lambda draw, rows=rows, width=width: (draw.normal(rows, 2 * width, scale=3.0),),
+            bytes=12 * rows * width,
+        )
+        for rows, width in ((1, 256), (6, 2048), (37, 32))
+    ),
+)

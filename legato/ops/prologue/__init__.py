@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.cache.layout import quantize_groups
+from legato.ops.case import EXACT, Case
 from legato.ops.op import op
 
 
@@ -24,3 +25,15 @@ def quantize_index_query(q: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     """
     codes, scale = quantize_groups(q.to(torch.float32))
     return codes, gates * scale.squeeze(-1)
+
+
+CASES = tuple(
+    Case(
+        quantize_index_query,
+        f"quantize_index_query rows={rows} {str(dtype)[6:]}",
+        lambda draw, rows=rows, dtype=dtype: (draw.normal(rows, 32, 128, dtype=dtype), draw.normal(rows, 32)),
+        EXACT,
+        bytes=rows * 32 * (128 * (dtype.itemsize + 1) + 8),
+    )
+    for rows, dtype in ((1, torch.float32), (6, torch.bfloat16), (37, torch.float32))
+)

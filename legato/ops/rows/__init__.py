@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.cache.layout import PAGE
+from legato.ops.case import EXACT, Case
 from legato.ops.op import op
 
 
@@ -24,3 +25,19 @@ def cache_slots(page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     flat = torch.where(known, rows * page_table.shape[1] + positions // PAGE, 0)
     pages = page_table.reshape(-1)[flat].to(torch.int64)
     return torch.where(known & (pages >= 0), pages * PAGE + positions % PAGE, -1).to(torch.int32)
+
+
+CASES = tuple(
+    Case(
+        cache_slots,
+        f"cache_slots rows={rows}",
+        lambda draw, rows=rows: (
+            draw.integers(5, 7, low=-1, high=100),
+            draw.integers(rows, low=-1, high=5),
+            draw.integers(rows, low=-2, high=7 * PAGE + 3),
+        ),
+        EXACT,
+        bytes=rows * 16,
+    )
+    for rows in (1, 6, 500)
+)

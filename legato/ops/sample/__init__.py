@@ -7,9 +7,12 @@ Owns the noise, the filters, the choice, verification and log-probabilities. Kno
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from legato.ops.case import EXACT, Case, Draw, Tolerance
 from legato.ops.invariant import map_elements
 from legato.ops.op import op
 from legato.ops.sample.philox import uniform
@@ -100,3 +103,61 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, 
     chosen = values.gather(1, tokens.unsqueeze(1)).squeeze(1)
     top_ids = first_k(ordered_keys(values), top)
     return chosen, top_ids, values.gather(1, top_ids)
+
+
+def _sample_case(rows: int, vocab: int) -> Case:
+    """Row by row: greedy, plain, top_k, top_p, min_p, all of them."""
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        kind = torch.arange(rows, device=draw.device) % 6
+        temperature = torch.where(kind == 0, 0.0, draw.uniform(rows, low=0.3, high=1.5))
+        top_k = torch.where((kind == 2) | (kind == 5), 20, 0).to(torch.int32)
+        top_p = torch.where((kind == 3) | (kind == 5), 0.9, 1.0)
+        min_p = torch.where(kind >= 4, 0.05, 0.0)
+        seed, position = (draw.integers(rows, low=0, high=1 << 40, dtype=torch.int64) for _ in range(2))
+        return draw.normal(rows, vocab, scale=3.0), temperature, top_k, top_p, min_p, seed, position
+
+    return Case(sample, f"sample rows={rows} vocab={vocab}", make, EXACT, bytes=rows * vocab * 4)
+
+
+def _verify_case(requests: int, drafts: int) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        sampled = draw.integers(requests, drafts + 1, low=0, high=3, dtype=torch.int64)
+        offered = draw.integers(requests, drafts, low=0, high=3, dtype=torch.int64)
+        keep = draw.uniform(requests, drafts) < 0.7
+        return sampled, torch.where(keep, sampled[:, :drafts], offered), draw.integers(requests, low=0, high=drafts + 1)
+
+    return Case(verify, f"verify requests={requests} drafts={drafts}", make, EXACT, bytes=requests * drafts * 16)
+
+
+CASES = (
+    *(
+        Case(
+            gumbel,
+            f"gumbel rows={rows} vocab={vocab}",
+            lambda draw, rows=rows, vocab=vocab: (
+                draw.integers(rows, low=-(1 << 62), high=1 << 62, dtype=torch.int64),
+                draw.integers(rows, low=0, high=1 << 40, dtype=torch.int64),
+                vocab,
+            ),
+            Tolerance(1e-6, 1e-6),
+            bytes=rows * vocab * 4,
+        )
+        for rows, vocab in ((1, 8192), (6, 1001))
+    ),
+    *(_sample_case(rows, vocab) for rows, vocab in ((1, 8192), (12, 1000))),
+    *(_verify_case(requests, drafts) for requests, drafts in ((1, 5), (40, 5), (3, 0), (8, 7))),
+    *(
+        Case(
+            logprobs,
+            f"logprobs rows={rows} top={top}",
+            lambda draw, rows=rows, top=top: (
+                draw.normal(rows, 1000, scale=3.0),
+                draw.integers(rows, low=0, high=1000, dtype=torch.int64),
+                top,
+            ),
+            Tolerance(1e-5, 1e-5),
+        )
+        for rows, top in ((1, 0), (6, 20))
+    ),
+)

@@ -6,12 +6,16 @@ Owns the index score. Knows the index cache's layouts through `cache`, and nothi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from legato.ops.cache import gather_index_pages
+from legato.ops.cache import gather_index_pages, index_cache
 from legato.ops.cache.layout import PAGE, e4m3_to_float
+from legato.ops.case import Case, Draw, Tolerance, Where
 from legato.ops.op import op
+from legato.ops.prologue import quantize_index_query
 
 #: Pages dequantised at a time: 256 pages of 64 keys of 128 numbers are 8 MiB.
 _PAGE_TILE = 256
@@ -60,3 +64,38 @@ def _score_pages(queries: Tensor, gates: Tensor, keys: Tensor, rows: list[int]) 
         torch.bmm(queries[row].expand(pages, *queries.shape[1:]), keys, out=products[place])
     spread = gates[rows].view(-1, 1, 1, heads).expand(-1, pages, 1, heads).reshape(-1, 1, heads)
     return torch.bmm(spread, products.relu_().view(-1, heads, PAGE)).view(len(rows), -1)
+
+
+def _case(rows: int, dtype: torch.dtype, lengths: tuple[int, ...], on: Where = "any") -> Case:
+    """`rows` consecutive rows of each request; a request's last row sees `lengths` keys."""
+    pages = -(-max(lengths) // PAGE)
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        count = rows * len(lengths)
+        q, gates = draw.normal(count, 32, 128), draw.normal(count, 32, scale=1 / 64)
+        if dtype == torch.uint8:
+            q, gates = quantize_index_query.reference(q, gates)
+        table = draw.distinct(len(lengths) * pages, len(lengths) * pages).view(len(lengths), pages)
+        request = torch.arange(len(lengths), device=draw.device).repeat_interleave(rows).to(torch.int32)
+        ends = draw.listed(*lengths).repeat_interleave(rows)
+        visible = ends - (rows - 1) + torch.arange(rows, device=draw.device).repeat(len(lengths))
+        cache = index_cache(draw, dtype, len(lengths) * pages)
+        return q, gates, cache, table, request, visible.clamp_min(0).to(torch.int32)
+
+    return Case(
+        index_scores,
+        f"index_scores rows={rows} lengths={lengths} {str(dtype)[6:]}",
+        make,
+        Tolerance(1e-5, 2e-5),
+        bytes=sum(lengths) * (132 if dtype == torch.uint8 else 512) + rows * sum(lengths) * 4,
+        flops=2 * rows * sum(lengths) * 32 * 128,
+        on=on,
+    )
+
+
+CASES = (
+    *(_case(rows, dtype, (200,)) for rows in (1, 6, 9) for dtype in (torch.float32, torch.uint8)),
+    *(_case(6, dtype, (64, 65, 3, 191)) for dtype in (torch.float32, torch.uint8)),
+    *(_case(6, torch.uint8, (length,), "gpu") for length in (4096, 32768, 131072)),
+    _case(6, torch.uint8, (4096,) * 16, "gpu"),
+)

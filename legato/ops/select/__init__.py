@@ -5,11 +5,14 @@ Owns the exact selection rule and its ties. Called by `legato.model` on full lay
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from legato.ops.cache.layout import PAGE
+from legato.ops.case import EXACT, Case, Draw, Where
 from legato.ops.op import op
 from legato.ops.select.ordering import BELOW_ALL, first_k, ordered_keys
 
@@ -42,3 +45,27 @@ def top_k(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: 
     slots = (pages << PAGE_BITS) | (positions & (PAGE - 1))
     slots = slots.masked_fill(torch.arange(width, device=scores.device) >= counts.unsqueeze(1), -1).to(torch.int32)
     return (slots if width == k else functional.pad(slots, (0, k - width), value=-1)), counts
+
+
+def _case(rows: int, k: int, longest: int, ties: int, on: Where = "any") -> Case:
+    """Scores with about `ties` equal values each (the ReLU sum makes exact zeros common), rows of staggered lengths."""
+    pages = -(-longest // PAGE)
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        scores = draw.normal(rows, pages * PAGE)
+        if ties > 1:
+            scores = (scores * (longest / ties / 8)).round() / 16
+        lengths = longest - torch.arange(rows, dtype=torch.int32, device=draw.device)
+        table = draw.distinct(2 * pages, 2 * pages).view(2, pages)
+        return scores, lengths.clamp_min(0), k, table, draw.integers(rows, low=0, high=2)
+
+    name = f"top_k rows={rows} k={k} length={longest} ties={ties}"
+    return Case(top_k, name, make, EXACT, bytes=rows * (longest * 4 + k * 8), on=on)
+
+
+CASES = (
+    *(_case(rows, 256, longest, ties) for rows in (1, 6) for longest in (100, 256, 257, 1000) for ties in (1, 20)),
+    _case(6, 64, 67, 4),
+    _case(1, 2048, 4096, 1),
+    *(_case(6, 2048, longest, ties, "gpu") for longest in (4096, 32768, 131072) for ties in (1, 3000)),
+)

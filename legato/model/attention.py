@@ -66,7 +66,7 @@ def attention(
     q = rope_interleaved(q, step.cos, step.sin, spec.nope_dim)
     q_latent = linear_heads(q[..., : spec.nope_dim], weights.w_uk.transpose(1, 2))
     q = torch.cat((q_latent, q[..., spec.nope_dim :]), dim=-1)
-    o_latent = sparse_mla(q, cache.latent, selection.slots, selection.counts, spec.attention_scale)
+    o_latent = sparse_mla(q, cache.latent, selection.slots, selection.counts, spec.attention_scale, latent_dim)
     o = linear_heads(o_latent, weights.w_uv)
     return weights.o.linear(o.reshape(num_rows, spec.num_heads * spec.v_dim)), selection
 

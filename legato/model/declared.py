@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from legato.quant.formats import Format
@@ -18,8 +19,47 @@ _LISTS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers
 SHOWN = 3
 
 
-def exclusions(config: Mapping[str, object]) -> tuple[str, ...] | None:
-    """Entries of the exclusion list, or None where the configuration declares no quantisation."""
+@dataclass(frozen=True)
+class Exclusions:
+    """An exclusion list, ready to be asked about many modules.
+
+    An entry names a module exactly, as a parent, as the end of its path, as a glob (`*`), as a regular expression
+    (`re:...`), by a fused name, or by the released list's misspelling `indexers_proj`.
+    """
+
+    names: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    @staticmethod
+    def of(entries: Iterable[str]) -> Exclusions:
+        names: set[str] = set()
+        globs: list[str] = []
+        patterns: list[re.Pattern[str]] = []
+        for spelling in (spelling for entry in entries for spelling in _spellings(entry)):
+            if spelling.startswith("re:"):
+                try:
+                    patterns.append(re.compile(spelling[3:]))
+                except re.error:
+                    continue
+            elif "*" in spelling or "?" in spelling:
+                globs.append(fnmatch.translate(spelling))
+            else:
+                names.add(spelling.removesuffix(".weight"))
+        if globs:
+            patterns.append(re.compile("|".join(globs)))
+        return Exclusions(frozenset(names), tuple(patterns))
+
+    def __contains__(self, module: str) -> bool:
+        steps = module.split(".")
+        parents = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
+        tails = (".".join(steps[start:]) for start in range(1, len(steps)))
+        if any(name in self.names for name in (*parents, *tails)):
+            return True
+        return any(pattern.match(module) for pattern in self.patterns)
+
+
+def exclusions(config: Mapping[str, object]) -> Exclusions | None:
+    """The configuration's exclusion list, or None where it declares no quantisation."""
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return None
@@ -29,13 +69,7 @@ def exclusions(config: Mapping[str, object]) -> tuple[str, ...] | None:
         value = block.get(key)
         if isinstance(value, (list, tuple)):
             entries.extend(str(entry) for entry in cast("Sequence[object]", value))
-    return tuple(entries)
-
-
-def is_excluded(module: str, entries: Sequence[str]) -> bool:
-    """True where an entry names the module: exactly, as a parent, as a glob (`*`), as a regular expression (`re:...`),
-    by a fused name or by the released list's misspelling `indexers_proj`."""
-    return any(_matches(module, spelling) for entry in entries for spelling in _spellings(entry))
+    return Exclusions.of(entries)
 
 
 def _spellings(entry: str) -> list[str]:
@@ -44,18 +78,6 @@ def _spellings(entry: str) -> list[str]:
         if re.search(rf"(^|\.){alias}($|\.|\*)", entry):
             spellings.append(entry.replace(alias, name))
     return spellings
-
-
-def _matches(module: str, entry: str) -> bool:
-    if entry.startswith("re:"):
-        try:
-            return re.match(entry[3:], module) is not None
-        except re.error:
-            return False
-    if "*" in entry or "?" in entry:
-        return fnmatch.fnmatchcase(module, entry) or fnmatch.fnmatchcase(module, entry.rstrip("*") + ".*")
-    short = entry.removesuffix(".weight")
-    return module == short or module.startswith(short + ".") or module.endswith("." + short)
 
 
 def disagreements(config: Mapping[str, object], formats: Mapping[str, Format]) -> list[str]:
@@ -67,7 +89,7 @@ def disagreements(config: Mapping[str, object], formats: Mapping[str, Format]) -
     quantized = [module for module, stored in formats.items() if stored is not Format.DENSE]
     if entries is None:
         return _warning("are quantised, but config.json has no quantization_config", quantized)
-    excluded = {module: is_excluded(module, entries) for module in formats if not module.endswith("mlp.gate")}
+    excluded = {module: module in entries for module in formats if not module.endswith("mlp.gate")}
     listed = [module for module in quantized if excluded.get(module, False)]
     unlisted = [module for module, out in excluded.items() if not out and formats[module] is Format.DENSE]
     warnings = _warning("are quantised, but config.json excludes them from quantisation", listed)

@@ -165,8 +165,9 @@ class _Reader:
             raise self._fault(entry, "weight_shape", f"{list(entry.expected.shape)}", f"{shape}")
         weight = build(entry.format, tensors)
         if (found := weight.fault()) is not None:
-            suffix = next(suffix for suffix in entry.names if "scale" in suffix)
-            raise self._fault(entry, suffix, "finite scales above zero", found)
+            spellings = (f"weight_{found.part}", "weight_scale", "weight_scale_inv")
+            suffix = next(suffix for suffix in spellings if suffix in entry.names)
+            raise self._fault(entry, suffix, "finite scales above zero", found.found)
         return weight
 
     def linear(self, module: str) -> Weight:

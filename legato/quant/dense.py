@@ -13,7 +13,7 @@ import torch
 from legato.ops.experts import moe_bf16
 from legato.ops.gemm import linear_bf16
 from legato.quant.formats import Format
-from legato.quant.weight import Weight
+from legato.quant.weight import ScaleFault, Weight
 
 Triple = tuple[Weight, Weight, Weight]
 """Gate, up and down projection of one expert."""
@@ -50,7 +50,7 @@ class DenseWeight:
     def to(self, device: torch.device) -> DenseWeight:
         return DenseWeight(self.tensor.to(device))
 
-    def fault(self) -> str | None:
+    def fault(self) -> ScaleFault | None:
         return None
 
 

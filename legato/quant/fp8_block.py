@@ -18,6 +18,7 @@ from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
+from legato.quant.weight import ScaleFault
 
 E4M3_MAX = 448.0
 
@@ -54,12 +55,11 @@ class Fp8BlockWeight:
     def to(self, device: torch.device) -> Fp8BlockWeight:
         return Fp8BlockWeight(self.weight.to(device), self.scale_inv.to(device))
 
-    def fault(self) -> str | None:
-        if (found := float_fault(self.scale_inv)) is not None:
-            return found
-        if bool((self.scale_inv == 0).any()):
-            return zero_fault(self.scale_inv, _blocks(self.weight.float()).abs().amax((1, 3)))
-        return None
+    def fault(self) -> ScaleFault | None:
+        found = float_fault(self.scale_inv)
+        if found is None and bool((self.scale_inv == 0).any()):
+            found = zero_fault(self.scale_inv, _blocks(self.weight.float()).abs().amax((1, 3)))
+        return None if found is None else ScaleFault("scale_inv", found)
 
 
 @dataclass(frozen=True)

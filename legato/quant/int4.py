@@ -21,6 +21,7 @@ from legato.ops.gemm.dequantize import dequantize_int4
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
+from legato.quant.weight import ScaleFault
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,11 @@ class Int4Weight:
     def to(self, device: torch.device) -> Int4Weight:
         return Int4Weight(self.packed.to(device), self.scale.to(device))
 
-    def fault(self) -> str | None:
-        if (found := float_fault(self.scale)) is not None:
-            return found
-        if bool((self.scale == 0).any()):
-            groups = self.packed.reshape(self.out_features, -1, BLOCK // 2)
-            return zero_fault(self.scale, groups.amax(-1))
-        return None
+    def fault(self) -> ScaleFault | None:
+        found = float_fault(self.scale)
+        if found is None and bool((self.scale == 0).any()):
+            found = zero_fault(self.scale, self.packed.reshape(self.out_features, -1, BLOCK // 2).amax(-1))
+        return None if found is None else ScaleFault("scale", found)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from legato.quant.formats import BLOCK, Format
 from legato.quant.fp8_block import Fp8BlockWeight
 from legato.quant.int4 import Int4Weight
 from legato.quant.nvfp4 import Nvfp4Weight
-from legato.quant.weight import Weight
+from legato.quant.weight import ScaleFault, Weight
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StackedWeight:
     def to(self, device: torch.device) -> StackedWeight:
         return StackedWeight(tuple(weight.to(device) for weight in self.weights))
 
-    def fault(self) -> str | None:
+    def fault(self) -> ScaleFault | None:
         return next((found for weight in self.weights if (found := weight.fault()) is not None), None)
 
 

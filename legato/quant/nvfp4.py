@@ -18,6 +18,7 @@ from legato.ops.gemm import linear_nvfp4
 from legato.ops.gemm.dequantize import dequantize_nvfp4
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import NVFP4_GROUP, Format
+from legato.quant.weight import ScaleFault
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -58,14 +59,13 @@ class Nvfp4Weight:
     def to(self, device: torch.device) -> Nvfp4Weight:
         return Nvfp4Weight(self.packed.to(device), self.scale.to(device), self.scale_2.to(device))
 
-    def fault(self) -> str | None:
-        if not bool(torch.isfinite(self.scale_2).all()) or not bool((self.scale_2 > 0).all()):
-            return f"weight_scale_2 = {float(self.scale_2.flatten()[0])}"
+    def fault(self) -> ScaleFault | None:
+        if not bool((torch.isfinite(self.scale_2) & (self.scale_2 > 0)).all()):
+            return ScaleFault("scale_2", str(float(self.scale_2[0])))
         bits = self.scale.view(torch.uint8)
-        if bool(((bits & 0x7F) == 0x7F).any()):
-            return f"weight_scale with NaN at {((bits & 0x7F) == 0x7F).nonzero()[0].tolist()}"
-        if bool((bits > 0x80).any()):
-            return f"weight_scale negative at {(bits > 0x80).nonzero()[0].tolist()}"
+        for word, damaged in (("NaN", (bits & 0x7F) == 0x7F), ("a negative scale", bits > 0x80)):
+            if bool(damaged.any()):
+                return ScaleFault("scale", f"{word} at {damaged.nonzero()[0].tolist()}")
         return None
 
 

@@ -1,16 +1,25 @@
 """What the model sees of a weight: it can be applied, measured and spelled out, whatever its format.
 
-Owns the two protocols and nothing else. Must not know formats or ops. Implemented by the format modules beside it; used
+Owns the two protocols. Must not know formats or ops. Implemented by the format modules beside it; used
 by the loader and the model.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from legato.quant.formats import Format
+
+
+@dataclass(frozen=True)
+class ScaleFault:
+    """A scale that cannot be used: which one (`scale_inv`, `scale` or `scale_2`), and what was found where."""
+
+    part: str
+    found: str
 
 
 class Weight(Protocol):
@@ -42,7 +51,7 @@ class Weight(Protocol):
         """The same weight on a device (itself when it is there already)."""
         ...
 
-    def fault(self) -> str | None:
+    def fault(self) -> ScaleFault | None:
         """What is wrong with the values of the scales (NaN, infinite, negative, zero), or None."""
         ...
 

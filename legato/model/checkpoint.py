@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from legato.model.faults import CheckpointError, Problem
-from legato.model.hub import HubSource, is_hub_id
-from legato.model.source import FolderSource, Source
+from legato.model.hub import open_source
+from legato.model.source import Source
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -90,7 +90,7 @@ class Checkpoint:
         An existing path wins over a hub id of the same spelling. Raises `CheckpointError` naming the file and what to
         do.
         """
-        return cls.of(_source(where, revision))
+        return cls.of(open_source(where, revision))
 
     @classmethod
     def of(cls, source: Source) -> Checkpoint:
@@ -165,20 +165,6 @@ class Checkpoint:
         if file not in self._handles:
             self._handles[file] = safe_open(str(self.source.path(file)), framework="pt", device="cpu")
         return self._handles[file]
-
-
-def _source(where: str | Path, revision: str | None) -> Source:
-    path = Path(where).expanduser()
-    if path.is_dir():
-        return FolderSource(path)
-    if path.exists():
-        raise CheckpointError(
-            [Problem(str(path), "", "a folder", "a file", "Point at the folder that holds config.json.")]
-        )
-    if isinstance(where, str) and is_hub_id(where):
-        return HubSource(where, revision)
-    remedy = "Check the path, or give a hub id of the form owner/name."
-    raise CheckpointError([Problem(str(where), "", "a folder or a hub id", "neither", remedy)])
 
 
 def canonical_name(stored_name: str) -> str:

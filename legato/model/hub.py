@@ -1,7 +1,7 @@
 """Checkpoints on a model hub: headers by range request, shards only when a tensor in them is read.
 
 Owns the use of `huggingface_hub` (its cache, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, tokens). Must not know names, formats or
-the model. Called by `legato.model.checkpoint`.
+the model. Called by `legato.model.checkpoint` and by the command line's checks before torch is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from legato.model.faults import CheckpointError, Problem
-from legato.model.source import read_header
+from legato.model.source import FolderSource, Source, read_header
 
 # The HTTP client's own error and OSError: what the hub library lets through when a connection fails, whichever client
 # it uses.
@@ -35,6 +35,22 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def is_hub_id(text: str) -> bool:
     """True for `owner/name`, the only form of hub id that is accepted."""
     return _HUB_ID.fullmatch(text) is not None
+
+
+def open_source(where: str | Path, revision: str | None = None) -> Source:
+    """The source behind a path or a hub id. An existing path wins; no connection is made yet. Raises `CheckpointError`
+    for neither."""
+    path = Path(where).expanduser()
+    if path.is_dir():
+        return FolderSource(path)
+    if path.exists():
+        raise CheckpointError(
+            [Problem(str(path), "", "a folder", "a file", "Point at the folder that holds config.json.")]
+        )
+    if isinstance(where, str) and is_hub_id(where):
+        return HubSource(where, revision)
+    remedy = "Check the path, or give a hub id of the form owner/name."
+    raise CheckpointError([Problem(str(where), "", "a folder or a hub id", "neither", remedy)])
 
 
 class HubSource:

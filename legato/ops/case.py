@@ -113,7 +113,8 @@ def difference(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str | N
     ours, theirs = found.to(torch.float32), expected.to(torch.float32)
     agree = (ours == theirs) | (ours.isnan() & theirs.isnan())
     error = torch.where(agree, 0.0, (ours - theirs).abs())
-    bad = ~agree & ~(error <= tolerance.absolute + tolerance.relative * theirs.abs())
+    within = error.isfinite() & (error <= tolerance.absolute + tolerance.relative * theirs.abs())
+    bad = ~agree & ~within
     if not bool(bad.any()):
         return None
     worst = float(error.nan_to_num(nan=float("inf")).max())

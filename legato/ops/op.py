@@ -114,6 +114,13 @@ def registered() -> tuple[Op[..., Any], ...]:
     return tuple(_REGISTRY.values())
 
 
+def implemented(target: str) -> tuple[Op[..., Any], ...]:
+    """The ops that have an implementation for `target`, after importing the files named for it. Binds nothing."""
+    for declared in registered():
+        _import_target(declared.folder, target)
+    return tuple(declared for declared in registered() if target in declared.implementations)
+
+
 @dataclass(frozen=True)
 class Bindings:
     """What `bind` chose: op name -> target, in order of declaration, and the ops that fell back to their reference
@@ -146,7 +153,7 @@ def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> 
         chosen[declared] = _choose(declared, targets, override)
         if chosen[declared].target == REFERENCE and override is None and targets and not declared.reference_ok:
             fallbacks.append(declared.name)
-    _check_folder_overrides(ops, wanted, chosen)
+    _check_overrides(ops, wanted)
     if fallbacks:
         tested = [target for target in targets if target in TESTED_TARGETS]
         message = f"no implementation for {', '.join(targets)}: {', '.join(fallbacks)}"
@@ -167,13 +174,15 @@ def _choose(declared: Op[..., Any], targets: Sequence[str], override: str | None
     return declared.implementations[REFERENCE]
 
 
-def _check_folder_overrides(
-    ops: Sequence[Op[..., Any]], wanted: Mapping[str, str], chosen: Mapping[Op[..., Any], Implementation[..., Any]]
-) -> None:
+def _check_overrides(ops: Sequence[Op[..., Any]], wanted: Mapping[str, str]) -> None:
     for name, target in wanted.items():
-        covered = [declared for declared in ops if name in (declared.name, declared.folder)]
-        if not any(chosen[declared].target == target for declared in covered):
-            known = {known for declared in covered for known in declared.implementations}
+        known = {
+            attached
+            for declared in ops
+            if name in (declared.name, declared.folder)
+            for attached in declared.implementations
+        }
+        if target not in known:
             hint = _near_miss(target, known)
             raise BindError(f"{name} has no implementation {target!r}{hint}; it has {', '.join(sorted(known))}")
 

@@ -241,8 +241,8 @@ def _route_case(rows: int, experts: int, k: int, hidden: int) -> Case:
 _PRODUCTS = (moe_bf16, moe_fp8_block, moe_nvfp4, moe_int4)
 CASES = (
     *(_route_case(rows, *shape) for rows in (1, 6, 37) for shape in ((8, 2, 256), (256, 8, 512))),
-    *(_moe_case(moe, rows, 2, (8, 128, 256), torch.float32) for moe in _PRODUCTS for rows in (1, 6, 37)),
-    *(_moe_case(moe, 6, 2, (8, 128, 256), torch.bfloat16) for moe in _PRODUCTS),
+    *(_moe_case(moe, rows, 2, (8, 128, 128), torch.float32) for moe in _PRODUCTS for rows in (1, 6, 37)),
+    *(_moe_case(moe, 6, 2, (8, 128, 128), torch.bfloat16) for moe in _PRODUCTS),
     # Every row of 40 on the same few experts: groups longer than a block.
     _moe_case(moe_bf16, 40, 3, (4, 64, 64), torch.float32),
     # GLM-5.2, one rank of 8.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Below every key: what no number ranks as.
-BELOW_ALL = -(2**31)
+#: Below every key: what no number ranks as. One more than the least int32, to leave room for the position beneath it.
+BELOW_ALL = 1 - 2**31
 _NAN_KEY = BELOW_ALL + 1
 _LOW_WORD = 0xFFFFFFFF
 

@@ -1,0 +1,490 @@
+"""Every reference against a second account of the same op: float64, written for clarity, sharing no code with it.
+
+Ops whose result is a choice (top_k, verify, slots, bytes) are compared exactly. Every case that a CPU can run is used,
+with memory that is NaN until it is written.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from legato.ops.case import Case, difference
+from legato.ops.catalog import cases
+
+ORACLES: dict[str, Callable] = {}
+
+
+def oracle(function: Callable) -> Callable:
+    ORACLES[function.__name__] = function
+    return function
+
+
+def double(x: Tensor) -> Tensor:
+    return x.to(torch.float32).to(torch.float64)
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.on == "any"], ids=lambda case: case.name)
+def test_reference_agrees_with_float64(case: Case, uninitialised_is_nan: None) -> None:
+    expected = ORACLES[case.op.name](*case.inputs())
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    found = case.outputs(case.op.reference, case.inputs())
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.is_floating_point() == theirs.is_floating_point()
+        problem = difference(ours, theirs, case.tolerance)
+        assert problem is None, problem
+
+
+def test_every_op_has_an_oracle() -> None:
+    assert {case.op.name for case in cases()} == set(ORACLES)
+
+
+# ---------------------------------------------------------------------------------------------------------- pointwise
+
+
+@oracle
+def rms_norm(x, weight, eps):
+    x = double(x)
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * double(weight)
+
+
+@oracle
+def layer_norm(x, weight, bias, eps):
+    x = double(x)
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * double(weight) + double(bias)
+
+
+@oracle
+def rope_angles(positions, theta, dim):
+    # Rounded to float32 where training rounds: the exponent, the power, its reciprocal and the angle.
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    angles = positions.to(torch.float32)[:, None] * (1.0 / torch.pow(theta, exponents))
+    return angles.double().cos(), angles.double().sin()
+
+
+def _rotated(x, cos, sin, start, first, second):
+    out = double(x).clone()
+    cos, sin = double(cos)[:, None], double(sin)[:, None]
+    a, b = double(x)[..., [start + i for i in first]], double(x)[..., [start + i for i in second]]
+    out[..., [start + i for i in first]] = a * cos - b * sin
+    out[..., [start + i for i in second]] = a * sin + b * cos
+    return out
+
+
+@oracle
+def rope_interleaved(x, cos, sin, start):
+    half = cos.shape[-1]
+    return _rotated(x, cos, sin, start, range(0, 2 * half, 2), range(1, 2 * half, 2))
+
+
+@oracle
+def rope_half(x, cos, sin, start):
+    half = cos.shape[-1]
+    return _rotated(x, cos, sin, start, range(half), range(half, 2 * half))
+
+
+@oracle
+def swiglu(gate_up):
+    gate, up = double(gate_up).chunk(2, -1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+# --------------------------------------------------------------------------------------------------------------- gemm
+
+
+def _fp8(weight, scale_inv):
+    rows, columns = torch.arange(weight.shape[-2]) // 128, torch.arange(weight.shape[-1]) // 128
+    return double(weight) * double(scale_inv)[..., rows[:, None], columns]
+
+
+def _nvfp4(packed, scale, scale_2):
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    out = torch.zeros(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.float64)
+    for shift, odd in ((0, 0), (4, 1)):
+        nibble = (packed.long() >> shift) & 15
+        out[..., odd::2] = magnitudes[nibble & 7] * (1 - 2 * (nibble >> 3))
+    return out * double(scale).repeat_interleave(16, -1) * double(scale_2)
+
+
+def _int4(packed, scale):
+    out = torch.zeros(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.float64)
+    for shift, odd in ((0, 0), (4, 1)):
+        nibble = (packed.long() >> shift) & 15
+        out[..., odd::2] = (nibble - 16 * (nibble >> 3)).double()
+    return out * double(scale).repeat_interleave(128, -1)
+
+
+def _product(x, weight, residual):
+    out = double(x) @ weight.T
+    return out if residual is None else out + double(residual)
+
+
+@oracle
+def linear_bf16(x, weight, residual=None):
+    return _product(x, double(weight), residual)
+
+
+@oracle
+def linear_fp8_block(x, weight, scale_inv, residual=None):
+    return _product(x, _fp8(weight, scale_inv), residual)
+
+
+@oracle
+def linear_nvfp4(x, packed, scale, scale_2, residual=None):
+    return _product(x, _nvfp4(packed, scale, scale_2.reshape(-1, 1)), residual)
+
+
+@oracle
+def linear_int4(x, packed, scale, residual=None):
+    return _product(x, _int4(packed, scale), residual)
+
+
+@oracle
+def linear_heads(x, weight):
+    return torch.stack([double(x)[:, head] @ double(weight)[head].T for head in range(weight.shape[0])], 1)
+
+
+# -------------------------------------------------------------------------------------------------------------- cache
+
+
+def e4m3_value(code: int) -> float:
+    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, (code >> 3) & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+SORTED_CODES = sorted((code for code in range(256) if code not in (127, 128, 255)), key=e4m3_value)
+SORTED_VALUES = np.array([e4m3_value(code) for code in SORTED_CODES])
+
+
+def nearest_e4m3(values: np.ndarray) -> bytes:
+    """The codes nearest to numbers in [-448, 448], ties to the even code; what rounds to zero keeps its sign."""
+    low = np.clip(np.searchsorted(SORTED_VALUES, values, side="right") - 1, 0, len(SORTED_CODES) - 2)
+    below, above = values - SORTED_VALUES[low], SORTED_VALUES[low + 1] - values
+    codes = np.array(SORTED_CODES)
+    take_above = (above < below) | ((above == below) & (codes[low + 1] % 2 == 0))
+    nearest = np.where(take_above, codes[low + 1], codes[low])
+    return bytes(np.where((nearest == 0) & np.signbit(values), 128, nearest).astype(np.uint8))
+
+
+def _group(values: list[float]) -> tuple[bytes, float]:
+    """-> (codes, power-of-two scale)."""
+    amax = max(max(abs(value) for value in values), float(np.float32(1e-4)))
+    ratio = float(np.float32(amax) / np.float32(448.0))
+    scale = 2.0 ** math.ceil(math.log2(ratio))
+    if scale / 2 >= ratio:
+        scale /= 2
+    return nearest_e4m3(np.clip(np.array(values) / scale, -448.0, 448.0)), scale
+
+
+def _bf16(value: float) -> bytes:
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    return struct.pack("<H", (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+@oracle
+def store_latent(cache, latent, rope_key, slots):
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        page, offset = divmod(slot, 64)
+        if cache.dtype != torch.uint8:
+            cache[page, offset] = torch.cat((latent[row], rope_key[row])).to(cache.dtype)
+            continue
+        groups = [_group(latent[row, first : first + 128].tolist()) for first in range(0, 512, 128)]
+        written = b"".join(codes for codes, _ in groups) + struct.pack("<4f", *(scale for _, scale in groups))
+        written += b"".join(_bf16(value) for value in rope_key[row].tolist())
+        cache[page, offset] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+    return cache
+
+
+@oracle
+def store_index_keys(cache, keys, slots):
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        page, offset = divmod(slot, 64)
+        if cache.dtype != torch.uint8:
+            cache[page, offset] = keys[row]
+            continue
+        codes, scale = _group(keys[row].tolist())
+        cache[page, 128 * offset : 128 * offset + 128] = torch.frombuffer(bytearray(codes), dtype=torch.uint8)
+        scale_bytes = torch.frombuffer(bytearray(struct.pack("<f", scale)), dtype=torch.uint8)
+        cache[page, 8192 + 4 * offset : 8192 + 4 * offset + 4] = scale_bytes
+    return cache
+
+
+VALUE_OF_CODE = torch.tensor([e4m3_value(code) for code in range(256)], dtype=torch.float64)
+
+
+def latent_row(cache: Tensor, slot: int) -> Tensor:
+    stored = cache[slot // 64, slot % 64]
+    if cache.dtype != torch.uint8:
+        return double(stored)
+    raw = bytes(stored.tolist())
+    latent = VALUE_OF_CODE[stored[:512].long()]
+    scales = torch.tensor(struct.unpack("<4f", raw[512:528]), dtype=torch.float64).repeat_interleave(128)
+    rope = [struct.unpack("<f", b"\0\0" + raw[at : at + 2])[0] for at in range(528, 656, 2)]
+    return torch.cat((latent * scales, torch.tensor(rope, dtype=torch.float64)))
+
+
+def index_row(cache: Tensor, page: int, offset: int) -> Tensor:
+    if cache.dtype != torch.uint8:
+        return double(cache[page, offset])
+    codes = cache[page, 128 * offset : 128 * offset + 128].long()
+    scale = struct.unpack("<f", bytes(cache[page, 8192 + 4 * offset : 8196 + 4 * offset].tolist()))[0]
+    return VALUE_OF_CODE[codes] * scale
+
+
+@oracle
+def gather_latent(cache, slots):
+    width = 576
+    rows = [
+        latent_row(cache, s) if s >= 0 else torch.zeros(width, dtype=torch.float64) for s in slots.view(-1).tolist()
+    ]
+    return torch.stack(rows).view(*slots.shape, width)
+
+
+@oracle
+def gather_index_pages(cache, page_ids):
+    pages = [
+        torch.stack([index_row(cache, page, offset) for offset in range(64)])
+        if page >= 0
+        else torch.zeros(64, 128, dtype=torch.float64)
+        for page in page_ids.view(-1).tolist()
+    ]
+    return torch.stack(pages).view(*page_ids.shape, 64, 128)
+
+
+# ------------------------------------------------------------------------------------------- prologue, score, select
+
+
+@oracle
+def quantize_index_query(q, gates):
+    codes, folded = torch.zeros(q.shape, dtype=torch.float64), double(gates).clone()
+    for row in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            written, scale = _group(double(q)[row, head].tolist())
+            codes[row, head] = VALUE_OF_CODE[list(written)]
+            folded[row, head] *= scale
+    return codes, folded
+
+
+@oracle
+def index_scores(q, gates, cache, page_table, request, lengths):
+    scores = torch.full((q.shape[0], page_table.shape[1] * 64), -math.inf, dtype=torch.float64)
+    keys: dict[int, Tensor] = {}
+    for row in range(q.shape[0]):
+        owner = int(request[row])
+        if owner not in keys:
+            pages = page_table[owner].tolist()
+            keys[owner] = torch.stack([index_row(cache, page, offset) for page in pages for offset in range(64)])
+        length = int(lengths[row])
+        dots = double(q)[row] @ keys[owner][:length].T
+        scores[row, :length] = double(gates)[row] @ dots.clamp_min(0)
+    return scores
+
+
+def best_positions(values: list[float], k: int) -> list[int]:
+    """The k best, NaN last, equal values (and -0.0 and 0.0) by position; in ascending position."""
+    order = sorted(
+        range(len(values)), key=lambda at: (math.isnan(values[at]), 0.0 if math.isnan(values[at]) else -values[at], at)
+    )
+    return sorted(order[:k])
+
+
+@oracle
+def top_k(scores, lengths, k, page_table, request):
+    slots, counts = (
+        torch.full((scores.shape[0], k), -1, dtype=torch.int64),
+        torch.zeros(scores.shape[0], dtype=torch.int64),
+    )
+    for row in range(scores.shape[0]):
+        length = int(lengths[row])
+        chosen = best_positions(scores[row, :length].tolist(), k)
+        counts[row] = len(chosen)
+        pages = page_table[int(request[row])].tolist()
+        for at, position in enumerate(chosen):
+            slots[row, at] = pages[position // 64] * 64 + position % 64
+    return slots, counts
+
+
+# ---------------------------------------------------------------------------------------------------- attend, experts
+
+
+def _attention(row, slots, counts, cache, scale, scores_and_values):
+    listed = [slot for slot in slots[row, : int(counts[row])].tolist() if slot >= 0]
+    if not listed:
+        return None
+    tokens = torch.stack([latent_row(cache, slot) for slot in listed])
+    scores, values = scores_and_values(tokens)
+    weights = (scores * scale - (scores * scale).max(-1, keepdim=True).values).exp()
+    return (weights / weights.sum(-1, keepdim=True)).unsqueeze(1) @ values
+
+
+@oracle
+def sparse_mla(q, cache, slots, counts, scale, latent_dim):
+    out = torch.zeros(*q.shape[:2], latent_dim, dtype=torch.float64)
+    for row in range(q.shape[0]):
+        made = _attention(
+            row, slots, counts, cache, scale, lambda t, row=row: (double(q)[row] @ t.T, t[None, :, :latent_dim])
+        )
+        if made is not None:
+            out[row] = made.squeeze(1)
+    return out
+
+
+@oracle
+def sparse_mha(q, kv_b, cache, slots, counts, scale):
+    latent_dim, heads = kv_b.shape[-1], q.shape[1]
+    nope = q.shape[-1] - (576 - latent_dim)
+    out = torch.zeros(q.shape[0], heads, kv_b.shape[1] - nope, dtype=torch.float64)
+    for row in range(q.shape[0]):
+
+        def expand(tokens, row=row):
+            made = torch.einsum("jc,hnc->hjn", tokens[:, :latent_dim], double(kv_b))
+            keys = torch.cat((made[..., :nope], tokens[:, latent_dim:].expand(heads, -1, -1)), -1)
+            return torch.einsum("hd,hjd->hj", double(q)[row], keys), made[..., nope:]
+
+        made = _attention(row, slots, counts, cache, scale, expand)
+        if made is not None:
+            out[row] = made.squeeze(1)
+    return out
+
+
+@oracle
+def route(x, weight, bias, k, scale):
+    gates = 1 / (1 + (-(double(x) @ double(weight).T)).exp())
+    ids = torch.tensor(
+        [sorted(range(len(row)), key=lambda e: (-row[e], e))[:k] for row in (gates + double(bias)).tolist()]
+    )
+    chosen = gates.gather(1, ids)
+    return ids, chosen / (chosen.sum(1, keepdim=True) + 1e-20) * scale
+
+
+def _experts(x, ids, weights, w13, w2):
+    out = torch.zeros(x.shape[0], w2.shape[1], dtype=torch.float64)
+    for row in range(x.shape[0]):
+        for choice in range(ids.shape[1]):
+            expert = int(ids[row, choice])
+            if expert >= 0:
+                out[row] += float(weights[row, choice]) * (w2[expert] @ swiglu_row(w13[expert] @ double(x)[row]))
+    return out
+
+
+def swiglu_row(both):
+    gate, up = both.chunk(2)
+    return gate / (1 + (-gate).exp()) * up
+
+
+@oracle
+def moe_bf16(x, ids, weights, w13, w2):
+    return _experts(x, ids, weights, double(w13), double(w2))
+
+
+@oracle
+def moe_fp8_block(x, ids, weights, w13, w13_scale_inv, w2, w2_scale_inv):
+    return _experts(x, ids, weights, _fp8(w13, w13_scale_inv), _fp8(w2, w2_scale_inv))
+
+
+@oracle
+def moe_nvfp4(x, ids, weights, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2):
+    half = w13.shape[1] // 2
+    w13 = torch.cat(
+        (
+            _nvfp4(w13[:, :half], w13_scale[:, :half], w13_scale_2[:, 0].view(-1, 1, 1)),
+            _nvfp4(w13[:, half:], w13_scale[:, half:], w13_scale_2[:, 1].view(-1, 1, 1)),
+        ),
+        1,
+    )
+    return _experts(x, ids, weights, w13, _nvfp4(w2, w2_scale, w2_scale_2.view(-1, 1, 1)))
+
+
+@oracle
+def moe_int4(x, ids, weights, w13, w13_scale, w2, w2_scale):
+    return _experts(x, ids, weights, _int4(w13, w13_scale), _int4(w2, w2_scale))
+
+
+# ------------------------------------------------------------------------------------------------------- sample, rows
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Ten rounds on Python integers."""
+    (a, b, c, d), (k, m) = counter, key
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (q >> 32) ^ b ^ k, q & 0xFFFFFFFF, (p >> 32) ^ d ^ m, p & 0xFFFFFFFF
+        k, m = (k + 0x9E3779B9) & 0xFFFFFFFF, (m + 0xBB67AE85) & 0xFFFFFFFF
+    return [a, b, c, d]
+
+
+@oracle
+def gumbel(seed, position, vocab):
+    rows = []
+    for key, place in zip((seed.long() & (2**64 - 1 >> 1)).tolist(), position.tolist(), strict=True):
+        key += 0 if int(seed[len(rows)]) >= 0 else 1 << 63
+        words: list[int] = []
+        for block in range(-(-vocab // 4)):
+            words += philox([block, 0, place & 0xFFFFFFFF, place >> 32], [key & 0xFFFFFFFF, key >> 32])
+        rows.append([-math.log(-math.log(((word >> 9) + 0.5) / 2**23)) for word in words[:vocab]])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@oracle
+def sample(logits, temperature, top_k, top_p, min_p, seed, position):
+    noise = gumbel(seed, position, logits.shape[1])
+    tokens = []
+    for row in range(logits.shape[0]):
+        values = logits[row].double().tolist()
+        order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+        if temperature[row] == 0:
+            tokens.append(order[0])
+            continue
+        scaled = [value / float(temperature[row]) for value in values]
+        order = order[: int(top_k[row]) or None]
+        weights = [math.exp(scaled[token] - scaled[order[0]]) for token in order]
+        shares, reached, kept = [weight / sum(weights) for weight in weights], 0.0, []
+        for token, share in zip(order, shares, strict=True):
+            if kept and top_p[row] < 1 and reached >= float(top_p[row]):
+                break
+            reached += share
+            if share >= float(min_p[row]) * shares[0]:
+                kept.append(token)
+        tokens.append(max(kept, key=lambda token: (scaled[token] + float(noise[row, token]), -token)))
+    return torch.tensor(tokens)
+
+
+@oracle
+def verify(sampled, drafts, num_drafts):
+    accepted = []
+    for row in range(sampled.shape[0]):
+        count = 0
+        while count < int(num_drafts[row]) and sampled[row, count] == drafts[row, count]:
+            count += 1
+        accepted.append(count)
+    return torch.tensor(accepted)
+
+
+@oracle
+def logprobs(logits, tokens, top):
+    values = double(logits) - double(logits).exp().sum(-1, keepdim=True).log()
+    ids = [sorted(range(logits.shape[1]), key=lambda token: (-row[token], token))[:top] for row in logits.tolist()]
+    ids = torch.tensor(ids, dtype=torch.int64).view(logits.shape[0], top)
+    return values.gather(1, tokens[:, None])[:, 0], ids, values.gather(1, ids)
+
+
+@oracle
+def cache_slots(page_table, rows, positions):
+    slots = []
+    for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+        inside = row >= 0 and 0 <= position < 64 * page_table.shape[1]
+        page = int(page_table[row, position // 64]) if inside else -1
+        slots.append(page * 64 + position % 64 if page >= 0 else -1)
+    return torch.tensor(slots)

@@ -32,7 +32,17 @@ FORBIDDEN_NAMES = {
     "impl",
     "v2",
 }
-TORCH_FREE = ("config", "plan", "types", "schedule", "server", "engine/messages")
+TORCH_FREE = (
+    "config",
+    "plan",
+    "types",
+    "schedule",
+    "server",
+    "engine/messages",
+    "cli/options",
+    "cli/preflight",
+    "cli/faults",
+)
 LOCAL_IMPORTS_ALLOWED = {"__main__.py", "ops/op.py"}
 SERVER_MAY_IMPORT = ("legato.server", "legato.engine.messages", "legato.types")
 OPS_MAY_IMPORT = ("legato.ops",)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from legato.server.chat import ChatError, ChatPrompt, ChatTemplate
 from legato.server.text import Folder, Tokenizer
-from tests.server.conftest import CONTROL, TAGS
+from tests.tiny_text import CONTROL, TAGS
 
 USER = {"role": "user", "content": "Write f(x) < 3 & say 你好"}
 TOOL = {

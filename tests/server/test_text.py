@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from legato.server.text import GUARD, Folder, Tokenizer, TokenizerError, well_formed
-from tests.server.conftest import CONTROL, TAGS
+from tests.tiny_text import CONTROL, TAGS
 
 TEXTS = [
     "", " ", "\n", "\r\n", "def f(x):\n    return x\n", "  leading", "trailing  ", "tab\tand\x00nul", "Größe", "你好，世界",

@@ -1,0 +1,193 @@
+"""The command line: one function per subcommand, each of which only fills settings and imports what does the work.
+
+Owns the list of subcommands and the exit codes: 0, or 2 with one message on stderr for whatever the user can put right. Knows
+nothing of tensors; `legato --help` and every fault in the flags come without importing torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import legato
+from legato.cli import options
+from legato.types import SamplingParams
+
+app = typer.Typer(
+    name="legato", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="A serving engine for GLM-5.2, built for the lowest latency one node can give.",
+)  # fmt: skip
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"legato {legato.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """A serving engine for GLM-5.2, built for the lowest latency one node can give."""
+
+
+@app.command()
+def generate(
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT", help="Texts to continue, as one batch; - reads stdin.")
+    ],
+    model: options.Model = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    output: Annotated[Literal["text", "json"], typer.Option(help="text, or one JSON object per prompt.")] = "text",
+    num_drafts: options.NumDrafts = None,
+    device: options.Device = "auto",
+    context: options.Context = None,
+    latent: options.Latent = "auto",
+    index: options.Index = "auto",
+    threads: options.Threads = None,
+    op: options.Ops = None,
+) -> None:
+    """Continues prompts. The text goes to stdout, the speed and the accept length to stderr."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        stop=tuple(stop or ()), ignore_eos=ignore_eos,
+    )  # fmt: skip
+    config = options.engine_config(
+        model=model,
+        device=device,
+        num_drafts=num_drafts,
+        context=context,
+        latent=latent,
+        index=index,
+        threads=threads,
+        ops=op,
+    )
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    from legato.cli import preflight
+
+    config = preflight.check_prompts(config, texts)
+    from legato.cli.generate import run
+
+    run(config, texts, params, output)
+
+
+@app.command()
+def chat(
+    model: options.Model = None,
+    system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", help="Reason before answering.", show_default=False)
+    ] = None,
+    reasoning_effort: Annotated[
+        str | None, typer.Option(help="As the chat template understands it: high or max.", show_default=False)
+    ] = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    num_drafts: options.NumDrafts = None,
+    device: options.Device = "auto",
+    context: options.Context = None,
+    latent: options.Latent = "auto",
+    index: options.Index = "auto",
+    threads: options.Threads = None,
+    op: options.Ops = None,
+) -> None:
+    """Talks in the terminal. Reasoning is shown dim; after every reply come speed and accept length. /exit leaves."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    config = options.engine_config(
+        model=model,
+        device=device,
+        num_drafts=num_drafts,
+        context=context,
+        latent=latent,
+        index=index,
+        threads=threads,
+        ops=op,
+    )
+    given = {"enable_thinking": thinking, "reasoning_effort": reasoning_effort}
+    arguments = {name: value for name, value in given.items() if value is not None}
+    from legato.cli import preflight
+
+    config = preflight.check_chat(config, arguments)
+    from legato.cli.chat import run
+
+    run(config, params, system, arguments)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Directory or hub id; only the headers are read.")],
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--gpus", help="Number of GPUs to plan for; may be repeated. By default 1, 2, 4 and 8.", show_default=False
+        ),
+    ] = None,
+    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB (10^9 bytes).")] = 141.0,
+) -> None:
+    """Says what a checkpoint needs: memory per GPU by part, cache bytes per token, longest context, faults.
+
+    Exit code 2 if it cannot run, with the reason.
+    """
+    from legato.cli import preflight
+
+    preflight.describe(model)
+    from legato.cli.checkpoints import show_plan
+
+    if not show_plan(model, ranks or [1, 2, 4, 8], gpu_memory):
+        raise typer.Exit(2)
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Directory or hub id of a BF16 checkpoint.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to write; it appears complete or not at all.")],
+    target: Annotated[
+        Literal["fp8", "nvfp4", "int4", "int4-fp8"],
+        typer.Option("--format", "-f", help="Format of the routed experts (fp8: of all linears)."),
+    ],
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a checkpoint that is already there.")] = False,
+) -> None:
+    """Writes a BF16 checkpoint again as FP8 (128x128 blocks), NVFP4 or INT4 (groups of 128)."""
+    from legato.cli import preflight
+
+    preflight.describe(model)
+    from legato.cli.checkpoints import Existing
+    from legato.cli.checkpoints import quantize as write
+
+    write(model, destination, target, Existing.REPLACE if replace else Existing.REFUSE)
+
+
+def main() -> None:
+    """Runs the command line; the user's faults end in one message and exit code 2, never in a traceback."""
+    try:
+        app(prog_name="legato")
+    except ValueError as error:
+        from legato.cli.faults import EXIT_CODE, FAULTS, report
+
+        if not isinstance(error, FAULTS):
+            raise
+        report(error)
+        sys.exit(EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

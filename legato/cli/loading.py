@@ -1,0 +1,37 @@
+"""Loading a model with a progress bar, and the one line that says how fast it ran.
+
+Owns what the terminal shows of loading and speed. Called by the subcommands that start an engine.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from legato.config import Config
+from legato.llm import LLM
+from legato.types import Stats
+
+
+def load(config: Config, console: Console) -> LLM:
+    """An engine for `config`; while the weights load, `console` shows a bar (nothing where it is no terminal)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def show(done_bytes: int, total_bytes: int, label: str) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes, description=label)
+
+        return LLM(config=config, progress=show)
+
+
+def speed(stats: Stats) -> str:
+    """Tokens, tokens per second and accept length, always apart; prefill is not part of the speed."""
+    parts = [f"{stats.emitted_tokens} tokens"]
+    if not math.isnan(stats.tokens_per_second):
+        parts.append(f"{stats.tokens_per_second:.1f} tokens/s")
+    if not math.isnan(stats.accept_length):
+        parts.append(f"accept length {stats.accept_length:.2f}")
+    return ", ".join(parts)

@@ -1,0 +1,98 @@
+"""What can be refused before torch is imported: a missing model, an unsupported one, no tokenizer, too long a context.
+
+Owns the order of these checks; the checks themselves are the library's. Reads no tensor. Called by the subcommands that start
+an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.checkpoints import SMALL
+from legato.config import Config, from_environment, resolve
+from legato.model.faults import CheckpointError, Problem
+from legato.model.hub import HubSource, is_hub_id
+from legato.model.source import FolderSource, Source
+from legato.model.spec import ModelSpec
+from legato.schedule import RequestError
+from legato.server.chat import ChatTemplate
+from legato.server.text import Tokenizer, json_object
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is known before the engine starts. `context` is the longest prompt and output together, in tokens."""
+
+    config: Config
+    source: Source
+    tokenizer: Tokenizer
+    context: int
+
+
+def check(config: Config) -> Checked:
+    """Refuses a model that is missing, unsupported or without a tokenizer, and settings that contradict it.
+
+    Raises:
+        CheckpointError, SpecError, ConfigError, TokenizerError: each says what is wrong and what to do.
+    """
+    config = from_environment(config)
+    source, spec = describe(config.model)
+    # Whether there is a GPU is only known once torch is there; settings that need one are settled again then.
+    settings = resolve(config, max_position=spec.max_position, has_mtp=spec.has_mtp, cuda_available=True)
+    return Checked(config, source, Tokenizer.open(source), settings.context)
+
+
+def check_prompts(config: Config, prompts: Sequence[str]) -> Config:
+    """`check`, and that every prompt fits the context. Returns the settings to start with; raises `RequestError` too."""
+    checked = check(config)
+    for prompt in prompts:
+        length = len(checked.tokenizer.encode_prompt(prompt))
+        if length >= checked.context:
+            raise RequestError(
+                f"the prompt has {length} tokens; the context of {checked.context} must also hold at least one new token"
+            )
+    return checked.config
+
+
+def check_chat(config: Config, arguments: Mapping[str, Any]) -> Config:
+    """`check`, and that there is a chat template that reads `arguments`. Raises `ChatError` too."""
+    checked = check(config)
+    ChatTemplate.open(checked.source, checked.tokenizer).render([{"role": "user", "content": ""}], **arguments)
+    return checked.config
+
+
+def describe(model: str | None) -> tuple[Source, ModelSpec]:
+    """The files of a checkpoint and its architecture, from `config.json`.
+
+    Raises:
+        CheckpointError, SpecError: there is no checkpoint, or its architecture is not supported.
+    """
+    source = open_source(model)
+    if source.text("config.json") is None:
+        remedy = "Point at the folder that holds config.json and the *.safetensors files."
+        raise CheckpointError(
+            [Problem(f"{source.label}/config.json", "", "the model configuration", "no such file", remedy)]
+        )
+    return source, ModelSpec.from_config(json_object(source, "config.json"), name=source.label)
+
+
+def open_source(model: str | None) -> Source:
+    """The files of a directory or hub id; `None`: the checkpoint that ships with the package.
+
+    Raises:
+        CheckpointError: there is no such directory, and it is no hub id either.
+    """
+    path = SMALL if model is None else Path(model).expanduser()
+    try:
+        found = "a folder" if path.is_dir() else "a file" if path.exists() else "neither"
+    except OSError as error:
+        found = str(error)
+    if found == "a folder":
+        return FolderSource(path)
+    if found == "neither" and model is not None and is_hub_id(model):
+        return HubSource(model)
+    remedy = "Check the path, or give a hub id of the form owner/name."
+    raise CheckpointError([Problem(str(path), "", "a folder or a hub id", found, remedy)])

@@ -13,6 +13,7 @@ import torch
 from legato.config import PAGE_SIZE, Config, Resolved, resolve
 from legato.engine.loop import Engine
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
+from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.ops import bind
@@ -46,7 +47,7 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
         ConfigError: a setting contradicts the checkpoint or the machine.
         CheckpointError: tensors are missing, damaged or misshapen.
     """
-    spec = ModelSpec.from_config(checkpoint.config, name=checkpoint.label)
+    spec = stored_spec(checkpoint)
     settings = resolve(
         config, max_position=spec.max_position, has_mtp=spec.has_mtp, cuda_available=torch.cuda.is_available()
     )

@@ -164,6 +164,7 @@ def quantize(
         Literal["fp8", "nvfp4", "int4", "int4-fp8"],
         typer.Option("--format", "-f", help="Format of the routed experts (fp8: of all linears)."),
     ],
+    shard_size: Annotated[float, typer.Option(help="Most megabytes (10^6 bytes) per file.")] = 5000.0,
     replace: Annotated[bool, typer.Option("--replace", help="Replace a checkpoint that is already there.")] = False,
 ) -> None:
     """Writes a BF16 checkpoint again as FP8 (128x128 blocks), NVFP4 or INT4 (groups of 128)."""
@@ -173,7 +174,7 @@ def quantize(
     from legato.cli.checkpoints import Existing
     from legato.cli.checkpoints import quantize as write
 
-    write(model, destination, target, Existing.REPLACE if replace else Existing.REFUSE)
+    write(model, destination, target, Existing.REPLACE if replace else Existing.REFUSE, round(shard_size * 1e6))
 
 
 def main() -> None:

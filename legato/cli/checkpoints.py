@@ -23,8 +23,8 @@ def show_plan(model: str, ranks: list[int], gpu_gigabytes: float) -> bool:
     return footprint.refusal is None
 
 
-def quantize(model: str, destination: Path, target: str, existing: Existing) -> None:
-    """Writes the checkpoint `model` into `destination` in another format."""
+def quantize(model: str, destination: Path, target: str, existing: Existing, shard_bytes: int) -> None:
+    """Writes the checkpoint `model` into `destination` in another format, in shards of at most `shard_bytes`."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -33,7 +33,14 @@ def quantize(model: str, destination: Path, target: str, existing: Existing) -> 
         def show(done_bytes: int, total_bytes: int, label: str) -> None:
             bar.update(task, completed=done_bytes, total=total_bytes, description=label)
 
-        written = convert(Checkpoint.open(model), destination, Target(target), existing=existing, progress=show)
+        written = convert(
+            Checkpoint.open(model),
+            destination,
+            Target(target),
+            shard_bytes=shard_bytes,
+            existing=existing,
+            progress=show,
+        )
     print(
         f"{written.folder}: {len(written.files)} files, {size(written.total_bytes)}; {written.num_quantized} weights quantised "
         f"(relative error {written.error:.4f}), {written.num_kept} kept"

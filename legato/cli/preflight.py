@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from legato.checkpoints import SMALL
 from legato.config import Config, from_environment, resolve
 from legato.model.faults import CheckpointError, Problem
-from legato.model.hub import HubSource, is_hub_id
-from legato.model.source import FolderSource, Source
+from legato.model.hub import open_source
+from legato.model.source import Source
 from legato.model.spec import ModelSpec
 from legato.schedule import RequestError
 from legato.server.chat import ChatTemplate
@@ -65,34 +64,15 @@ def check_chat(config: Config, arguments: Mapping[str, Any]) -> Config:
 
 
 def describe(model: str | None) -> tuple[Source, ModelSpec]:
-    """The files of a checkpoint and its architecture, from `config.json`.
+    """The files of a checkpoint and its architecture, from `config.json`; `None`: the one that ships with the package.
 
     Raises:
         CheckpointError, SpecError: there is no checkpoint, or its architecture is not supported.
     """
-    source = open_source(model)
+    source = open_source(SMALL if model is None else model)
     if source.text("config.json") is None:
         remedy = "Point at the folder that holds config.json and the *.safetensors files."
         raise CheckpointError(
             [Problem(f"{source.label}/config.json", "", "the model configuration", "no such file", remedy)]
         )
     return source, ModelSpec.from_config(json_object(source, "config.json"), name=source.label)
-
-
-def open_source(model: str | None) -> Source:
-    """The files of a directory or hub id; `None`: the checkpoint that ships with the package.
-
-    Raises:
-        CheckpointError: there is no such directory, and it is no hub id either.
-    """
-    path = SMALL if model is None else Path(model).expanduser()
-    try:
-        found = "a folder" if path.is_dir() else "a file" if path.exists() else "neither"
-    except OSError as error:
-        found = str(error)
-    if found == "a folder":
-        return FolderSource(path)
-    if found == "neither" and model is not None and is_hub_id(model):
-        return HubSource(model)
-    remedy = "Check the path, or give a hub id of the form owner/name."
-    raise CheckpointError([Problem(str(path), "", "a folder or a hub id", found, remedy)])

@@ -41,9 +41,14 @@ def open_source(where: str | Path, revision: str | None = None) -> Source:
     """The source behind a path or a hub id. An existing path wins; no connection is made yet. Raises `CheckpointError`
     for neither."""
     path = Path(where).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # no permission on the way there, or no possible path at all
+        remedy = "Check the path, or give a hub id of the form owner/name."
+        raise CheckpointError([Problem(str(path), "", "a folder or a hub id", str(error.strerror), remedy)]) from error
+    if is_folder:
         return FolderSource(path)
-    if path.exists():
+    if exists:
         raise CheckpointError(
             [Problem(str(path), "", "a folder", "a file", "Point at the folder that holds config.json.")]
         )
@@ -123,9 +128,12 @@ class HubSource:
             raise self._refused("a hub id of the form owner/name", error, "Check the spelling.") from error
         except _CONNECTION as error:
             return self._cached(error)
-        if info.sha:
+        files = sorted(entry.rfilename for entry in info.siblings or [] if "/" not in entry.rfilename)
+        if info.sha and info.sha != self.revision:
+            if "config.json" in files:
+                self.path("config.json")  # by its branch, which the cache then knows when there is no connection
             self.revision = info.sha
-        return sorted(entry.rfilename for entry in info.siblings or [] if "/" not in entry.rfilename)
+        return files
 
     def _cached(self, error: Exception) -> list[str]:
         """Names of the snapshot in the local cache, for use without a connection."""

@@ -226,6 +226,7 @@ class _Writer:
     def shard(self, file: str, entries: list[Expected]) -> None:
         tensors = {name: tensor.contiguous() for entry in entries for name, tensor in self._tensors(entry)}
         save_file(tensors, str(self.folder / file), metadata={"format": "pt"})
+        (self.folder / file).chmod(0o644)  # safetensors creates its files readable by their owner only
         self.weight_map |= dict.fromkeys(tensors, file)
         self.total_size += sum(tensor.nbytes for tensor in tensors.values())
 

@@ -10,6 +10,7 @@ import ast
 import json
 import random
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ def first_sentence(docstring: str) -> str:
 
 
 def functions(source: str) -> Iterator[Function]:
-    """Documented functions of a file, of moderate size, methods included."""
+    """Documented functions of a file, of moderate size, and a quarter of the methods."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -56,7 +57,10 @@ def functions(source: str) -> Iterator[Function]:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
         docstring, length = ast.get_docstring(node), (node.end_lineno or node.lineno) - node.lineno + 1
-        if not docstring or not 3 <= length <= 45 or len(node.body) < 2:
+        if not docstring or not 3 <= length <= 32 or len(node.body) < 2 or len(docstring) > 500 or ">>>" in docstring:
+            continue
+        is_method = bool(node.args.args) and node.args.args[0].arg in ("self", "cls")
+        if is_method and zlib.crc32(docstring.encode()) % 4:
             continue
         indent = node.col_offset
         text = [line[indent:] for line in lines[node.lineno - 1 : node.end_lineno]]

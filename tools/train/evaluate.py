@@ -1,8 +1,8 @@
 """Measures a trained checkpoint: held-out loss dense and sparse, expert use, draft agreement, accept length.
 
-Owns batched generation with caches and the replay that turns a continuation into accept lengths. A greedy continuation
-is replayed exactly: a draft is accepted while it equals the continuation's own token. For sampled continuations the same
-replay is the one-hot rule (a draft d is accepted with the target's probability of d). Called by hand:
+Owns the replay that turns a continuation into accept lengths. A greedy continuation is replayed exactly: a draft is
+accepted while it equals the continuation's own token. For sampled continuations the same replay is the one-hot rule (a
+draft d is accepted with the target's probability of d). Called by hand:
 
     python tools/train/evaluate.py --model OUT/bf16 --data DIR/tokens --tokenizer DIR/tokenizer --out metrics.json
 """
@@ -19,79 +19,15 @@ import model as model_module
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attend import fake_quantise_e4m3
+from decode import generate
 from export import read_checkpoint
-from model import (
-    Layer, Model, ModelConfig, Runner, dense_mlp, final_norm, index_keys, index_queries, keys_values, linear, moe,
-    queries, rope_table,
-)
+from model import Model, ModelConfig, Runner, linear
 from pretokenize import IDS
 from tokenizers import Tokenizer
 from torch import Tensor
 
 MOST_DRAFTS = 7
 CONTINUATION = 256
-
-
-class Decoder:
-    """Token-by-token decoding of many rows at the same position, with full caches and sparse selection."""
-
-    def __init__(self, model: Model, batch: int, length: int, dtype: torch.dtype) -> None:
-        c, device = model.config, model.norm.device
-        self.model, self.c, self.dtype = model, c, dtype
-        count, heads = len(model.layers), c.num_attention_heads
-        self.k = torch.zeros(count, batch, heads, length, c.qk_head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(count, batch, heads, length, c.v_head_dim, dtype=dtype, device=device)
-        self.index_k = torch.zeros(count, batch, length, c.index_head_dim, dtype=dtype, device=device)
-        self.cos, self.sin = rope_table(c, length, device)
-
-    def select(self, layer: Layer, at: int, i: int, normed: Tensor, q_lora: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-        """Writes the index key of this position; the selected positions [B, top-k], or None when all are."""
-        self.index_k[i, :, at] = fake_quantise_e4m3(index_keys(normed, layer.indexer, self.c, cos, sin))
-        if at < self.c.index_topk:
-            return None
-        q, w = index_queries(normed, q_lora, layer.indexer, self.c, cos, sin)
-        dots = F.relu(torch.matmul(fake_quantise_e4m3(q), self.index_k[i, :, : at + 1].transpose(1, 2)).float())
-        return torch.einsum("bhk,bh->bk", dots, w).topk(self.c.index_topk, -1).indices
-
-    def step(self, tokens: Tensor, at: int) -> Tensor:
-        """Logits [B, vocabulary] after reading tokens [B] at position `at`."""
-        model, c, batch = self.model, self.c, tokens.shape[0]
-        cos, sin = (t[at].expand(batch, -1) for t in (self.cos, self.sin))
-        x, chosen = F.embedding(tokens, model.embed_tokens).to(self.dtype), None
-        for i, layer in enumerate(model.layers):
-            normed, q_lora, q = queries(x, layer, c, cos, sin)
-            self.k[i, :, :, at], self.v[i, :, :, at] = keys_values(normed, layer, c, cos, sin)
-            if layer.indexer is not None:
-                chosen = self.select(layer, at, i, normed, q_lora, cos, sin)
-            k, v = self.k[i, :, :, : at + 1], self.v[i, :, :, : at + 1]
-            scores = torch.matmul(k, q[..., None])[..., 0].float() * c.qk_head_dim**-0.5
-            if chosen is not None:
-                keep = torch.zeros(batch, at + 1, dtype=torch.bool, device=x.device).scatter_(1, chosen, True)
-                scores = scores.masked_fill(~keep[:, None], -math.inf)
-            o = torch.matmul(torch.softmax(scores, -1).to(self.dtype)[..., None, :], v).flatten(1)
-            x = moe(x, o, layer, c)[0] if hasattr(layer, "router") else dense_mlp(x, o, layer, c)
-        return linear(final_norm(x, model.norm, c), model.lm_head).float()
-
-
-@torch.no_grad()
-def generate(model: Model, prompts: list[list[int]], new_tokens: int, sampled: Tensor, dtype: torch.dtype,
-             seed: int = 7) -> Tensor:
-    """Rows [B, longest prompt + new_tokens]: each prompt continued greedily, or at temperature 1 where `sampled`."""
-    device, longest = model.norm.device, max(map(len, prompts))
-    total = longest + new_tokens
-    rows = torch.zeros(len(prompts), total, dtype=torch.long, device=device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    for i, p in enumerate(prompts):
-        rows[i, : len(p)] = torch.tensor(p, device=device)
-    decoder = Decoder(model, len(prompts), total, dtype)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    for at in range(total - 1):
-        logits = decoder.step(rows[:, at], at)
-        noise = -torch.log(-torch.log(torch.rand(logits.shape, generator=generator, device=device).clamp_(1e-20, 1 - 1e-7)))
-        following = (logits + noise * sampled[:, None]).argmax(-1)
-        rows[:, at + 1] = torch.where(at + 1 < lengths, rows[:, at + 1], following)
-    return rows
 
 
 @torch.no_grad()
@@ -137,31 +73,28 @@ def held_out(model: Model, stream: np.ndarray, total_bytes: int, dtype: torch.dt
     device = model.norm.device
     count = min(windows, (len(stream) - 16) // length)
     tokens = torch.from_numpy(stream[: count * length + 16].astype(np.int64)).to(device)
-    sums = {"dense": 0.0, "sparse": 0.0}
-    tail = {"dense": 0.0, "sparse": 0.0}
+    parts = torch.stack([tokens[i * length : (i + 1) * length + 16] for i in range(count)])
+    labels = parts[:, 1 : length + 1].clone()
+    parts[:, 0], parts[:, 1] = IDS["[gMASK]"], IDS["<sop>"]
+    sums, tail = {"dense": 0.0, "sparse": 0.0}, {"dense": 0.0, "sparse": 0.0}
     loads: list[Tensor] | None = None
-    top1 = truth = torch.zeros(MOST_DRAFTS, dtype=torch.float64, device=device)
-    for i in range(count):
-        part = tokens[i * length : (i + 1) * length + 16][None].clone()
-        labels = part[0, 1 : length + 1].clone()
-        part[:, 0], part[:, 1] = IDS["[gMASK]"], IDS["<sop>"]
+    agree, right = np.zeros(MOST_DRAFTS), np.zeros(MOST_DRAFTS)
+    for part, label in zip(parts.split(8), labels.split(8), strict=True):
+        size = part.shape[0]
         for kind in sums:
-            runner = Runner(model, 1, length, kind == "sparse", None, True, dtype, attention)
+            runner = Runner(model, size, length, kind == "sparse", None, True, dtype, attention)
             trunk, _ = runner.trunk(part[:, :length])
             logits = linear(trunk.hidden, model.lm_head).float()
-            losses = F.cross_entropy(logits[1:], labels[1:], reduction="none")
-            sums[kind] += float(losses.sum())
-            tail[kind] += float(losses[-length // 4 :].mean()) / count
-        now = [x.double() for x in trunk.loads]
-        loads = now if loads is None else [a + b for a, b in zip(loads, now, strict=True)]
+            losses = F.cross_entropy(logits, label.flatten(), reduction="none").view(size, length)
+            sums[kind] += float(losses[:, 1:].double().sum())
+            tail[kind] += float(losses[:, -(length // 4) :].double().mean(1).sum()) / count
+        best = logits.argmax(-1).view(size, length)
+        loads = trunk.loads if loads is None else [a + b for a, b in zip(loads, trunk.loads, strict=True)]
         drafts, _, _, _ = runner.mtp_chain(trunk.hidden, part, MOST_DRAFTS)
-        best = logits.argmax(-1)
         for s, g in enumerate(drafts):
-            guess = linear(g, model.lm_head).argmax(-1)
-            agree = (guess[: length - 1 - s] == best[1 + s :]).double().mean()
-            right = (guess == part[0, 2 + s : 2 + s + length]).double().mean()
-            top1 = top1.index_add(0, torch.tensor([s], device=device), agree[None] / count)
-            truth = truth.index_add(0, torch.tensor([s], device=device), right[None] / count)
+            guess = linear(g, model.lm_head).argmax(-1).view(size, length)
+            agree[s] += float((guess[:, : length - 1 - s] == best[:, 1 + s :]).double().mean(1).sum()) / count
+            right[s] += float((guess == part[:, 2 + s : 2 + s + length]).double().mean(1).sum()) / count
     rows = count * (length - 1)
     bytes_per_token = total_bytes / (len(stream) - 3 * int((stream == IDS["[gMASK]"]).sum()))
     result: dict[str, Any] = {"windows": count, "length": length, "bytes_per_token": round(bytes_per_token, 3)}
@@ -171,8 +104,8 @@ def held_out(model: Model, stream: np.ndarray, total_bytes: int, dtype: torch.dt
         result[f"{kind}_loss_last_quarter"] = round(tail[kind], 4)
     result["sparse_over_dense"] = round(sums["sparse"] / sums["dense"], 4)
     result["expert_share"] = [[round(float(x), 3) for x in load / load.sum()] for load in loads or []]
-    result["draft_equals_target_argmax"] = [round(float(x), 4) for x in top1]
-    result["draft_equals_text"] = [round(float(x), 4) for x in truth]
+    result["draft_equals_target_argmax"] = [round(float(x), 4) for x in agree]
+    result["draft_equals_text"] = [round(float(x), 4) for x in right]
     return result
 
 

@@ -229,6 +229,12 @@ def index_keys(normed: Tensor, indexer: Indexer, c: ModelConfig, cos: Tensor, si
 
 
 @compiled
+def quantised(x: Tensor) -> Tensor:
+    """Index queries or keys as the FP8 index cache would give them back."""
+    return fake_quantise_e4m3(x)
+
+
+@compiled
 def dense_mlp(x: Tensor, o: Tensor, layer: Layer, c: ModelConfig) -> Tensor:
     """Adds the attention output and the dense SwiGLU to the rows."""
     x = x + linear(o, layer.o_proj)
@@ -350,7 +356,7 @@ class Runner:
                 q, w = index_queries(normed, q_lora, indexer, self.c, cos, sin)
                 k_used = k
                 if self.fp8_index:
-                    q, k_used = fake_quantise_e4m3(q), fake_quantise_e4m3(k)
+                    q, k_used = quantised(q), quantised(k)
                 mask = select_mask(q.unflatten(0, (b, s)), k_used.unflatten(0, (b, s)), w.unflatten(0, (b, s)),
                                    self.c.index_topk)
         if self.rows is not None:

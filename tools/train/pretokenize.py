@@ -134,9 +134,9 @@ def held_out_prompts(tokenizer: Tokenizer, records: list[dict[str, str]], seed: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--limit-megabytes", type=float, default=56.0, help="most compressed bytes of the stream")
+    parser.add_argument("--limit-megabytes", type=float, default=60.0, help="most compressed bytes of the stream")
     parser.add_argument("--chat-share", type=float, default=0.12, help="share of tokens in chat form")
-    parser.add_argument("--most-characters", type=float, default=330e6, help="a random subset of the files up to this")
+    parser.add_argument("--most-characters", type=float, default=350e6, help="a random subset of the files up to this")
     args = parser.parse_args()
     rng, out = random.Random(11), args.work / "tokens"
     out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def main() -> None:
         if total + len(record["text"]) <= args.most_characters:
             kept.append(record)
             total += len(record["text"])
-    chats = chat_texts([r["text"] for r in kept[:12000]], int(total / 3.4 * args.chat_share / (1 - args.chat_share) / 430), 3)
+    chats = chat_texts([r["text"] for r in kept[:20000]], int(total / 3.8 * args.chat_share / (1 - args.chat_share) / 240), 3)
     print(json.dumps({"files": len(kept), "characters": total, "chats": len(chats),
                       "chat_characters": sum(map(len, chats))}), flush=True)
     sample = [r["text"] for r in rng.sample(kept, min(len(kept), 3500))] + chats[:3000]

@@ -1,4 +1,4 @@
-"""Trains the small checkpoint on one GPU against the clock: dense, then indexers, then sparse, then the MTP layer alone.
+"""Trains the small checkpoint on one GPU against the clock: dense, with indexers, sparse, against loops, MTP alone.
 
 Owns the data windows, the stages, the losses and the schedule. The schedule is a function of the share of `--minutes`
 that has passed, so a slower GPU trains on fewer tokens but ends its schedule. Called after `pretokenize.py`:
@@ -21,10 +21,11 @@ import model as model_module
 import numpy as np
 import torch
 import torch.nn.functional as F
-from export import trainable, write_checkpoint
+from decode import extend
+from export import read_checkpoint, trainable, write_checkpoint
 from model import Layer, Model, ModelConfig, Probe, Runner, compiled, probe_loss
 from optim import Optimisers
-from pretokenize import IDS, read_chunk
+from pretokenize import IDS, VOCABULARY, read_chunk
 from torch import Tensor
 
 EXTRA = 8  # tokens a window holds past its rows, for the labels of the MTP chain
@@ -44,19 +45,24 @@ class Stage:
     chain_every: int = 4
     short_chain: int = 1  # MTP steps on the other steps
     distil: float = 0.0  # share of the MTP loss that is KL to the target's own distribution
+    own_text: bool = False  # also train on the model's own continuations
     mtp_only: bool = False
 
 
 STAGES = (
-    Stage("dense-1024", 0.40, 1024),
-    Stage("dense-4096", 0.66, 4096, probes=True, chain=6, chain_every=3, distil=0.5),
-    Stage("sparse-4096", 0.88, 4096, sparse=True, probes=True, fp8_index=True, chain=6, chain_every=2, short_chain=2,
+    Stage("dense-1024", 0.37, 1024),
+    Stage("dense-4096", 0.56, 4096, probes=True, chain=6, chain_every=4, distil=0.5),
+    Stage("sparse-4096", 0.76, 4096, sparse=True, probes=True, fp8_index=True, chain=6, chain_every=3, short_chain=1,
           distil=0.8),
-    Stage("mtp-4096", 1.0, 4096, sparse=True, probes=True, fp8_index=True, chain=6, chain_every=1, distil=1.0,
-          mtp_only=True),
+    Stage("own-text", 0.87, 4096, sparse=True, probes=True, fp8_index=True, chain=1, short_chain=1, distil=0.8,
+          own_text=True),
+    Stage("mtp", 1.0, 4096, sparse=True, probes=True, fp8_index=True, chain=6, chain_every=1, distil=1.0,
+          own_text=True, mtp_only=True),
 )
 RATES = {"matrices": 4e-3, "embed_tokens": 1.5e-2, "lm_head": 3e-3, "other": 3e-3, "indexer": 2e-3}
-DECAY_FROM, FLOOR = 0.45, 0.02
+DECAY_FROM, FLOOR = 0.40, 0.12
+OWN_LENGTH, OWN_PROMPT, OWN_ROWS = 512, 128, 2048
+UNLIKELIHOOD_WEIGHT = 1.0
 PROBE_ROWS = 128
 MTP_WEIGHT, MTP_GRADIENT, STEP_DECAY = 0.5, 0.4, 0.9
 BALANCE_WEIGHT, BIAS_RATE = 1e-3, 1e-3
@@ -119,6 +125,26 @@ def distil_loss(hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor, s
     return (share * soft * valid + (1 - share) * hard).mean()
 
 
+@compiled
+def unlikelihood(hidden: Tensor, head: Tensor, labels: Tensor, marked: Tensor) -> Tensor:
+    """Mean of -log(1 - p(label)) over the marked rows (Welleck et al. 2019)."""
+    logits = F.linear(hidden, head.to(hidden.dtype)).float()
+    p = torch.exp(logits.gather(-1, labels[:, None])[:, 0] - torch.logsumexp(logits, -1))
+    return -(torch.log1p(-p.clamp(max=0.9995)) * marked).sum() / marked.sum().clamp(min=1.0)
+
+
+def repeated(rows: Tensor, start: int) -> Tensor:
+    """Marks tokens [B, L] that go on with a loop: at or after `start`, ending an 8-gram seen before in the row's own
+    continuation or a 4-gram seen there twice before."""
+    own = rows[:, start:]
+    grams = (own.unfold(1, 4, 1) * VOCABULARY ** torch.arange(4, device=rows.device)).sum(-1)
+    same = (grams[:, :, None] == grams[:, None, :]).tril(-1)
+    long = same[:, 4:, 4:] & same[:, :-4, :-4]
+    marks = same.sum(-1) >= 2
+    marks[:, 4:] |= long.any(-1)
+    return F.pad(marks, (start + 3, 0))
+
+
 class Trainer:
     """Model, data and optimisers, and one training step."""
 
@@ -129,6 +155,10 @@ class Trainer:
         self.runners: dict[str, Runner] = {}
         self.generator = torch.Generator(device=self.device).manual_seed(99)
         self.tokens_seen = 0
+        self.own_windows = Windows(windows.tokens, 77)
+        self.own: list[Tensor] = []
+        self.own_pool: list[Tensor] = []
+        self.own_length, self.own_prompt, self.own_rows = OWN_LENGTH, OWN_PROMPT, OWN_ROWS
 
     def runner(self, stage: Stage) -> Runner:
         """The runner of a stage, with freshly sampled probe rows."""
@@ -142,7 +172,8 @@ class Trainer:
         return runner
 
     def start(self, stage: Stage) -> None:
-        """Freezes everything but the MTP layer for an MTP-only stage."""
+        """Freezes everything but the MTP layer for an MTP-only stage; drops text of an older model."""
+        self.own = []
         for name, p in self.model.named_parameters():
             p.requires_grad_(not stage.mtp_only or name.startswith(("mtp.", "enorm", "hnorm", "eh_proj", "shared_head")))
 
@@ -167,8 +198,60 @@ class Trainer:
         total = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
         return total, losses, loads, probe, balance
 
+    def own_text(self, sampled_share: float) -> Tensor:
+        """A batch [B, own_length + EXTRA] of the model's own continuations; a new pool when one is used up."""
+        if not self.own:
+            prompts = self.own_windows.draw(self.own_rows, self.own_length)[:, : self.own_prompt]
+            sampled = (torch.rand(len(prompts), generator=self.generator, device=self.device) < sampled_share).float()
+            was, model_module.compile_enabled = model_module.compile_enabled, False
+            rows = extend(self.model, prompts, self.own_length + EXTRA - self.own_prompt, sampled, self.generator)
+            model_module.compile_enabled = was
+            self.own = list(rows.split(max(1, self.rows // self.own_length)))
+        return self.own.pop()
+
+    def own_runner(self) -> Runner:
+        """The runner of the model's own text: short, so dense."""
+        if "own" not in self.runners:
+            self.runners["own"] = Runner(self.model, max(1, self.rows // self.own_length), self.own_length, False, None,
+                                         False, self.dtype, self.attention)
+        return self.runners["own"]
+
+    def loop_loss(self) -> tuple[Tensor, Tensor]:
+        """Unlikelihood of the loops in greedy continuations, and the share of continuation tokens that are in loops."""
+        tokens, runner = self.own_text(0.0), self.own_runner()
+        marks = repeated(tokens, self.own_prompt)
+        trunk, _ = runner.trunk(tokens[:, : self.own_length])
+        labels, marked = tokens[:, 1 : 1 + self.own_length], marks[:, 1 : 1 + self.own_length]
+        loss = unlikelihood(trunk.hidden, self.model.lm_head, labels.flatten(), marked.flatten().float())
+        return loss, marked.float().mean() * self.own_length / (self.own_length - self.own_prompt)
+
+    def draft_step(self, stage: Stage, rates: dict[str, float]) -> dict[str, Any]:
+        """One MTP-only step on the model's own text, a quarter of it sampled."""
+        if len(self.own_pool) < 4 * self.own_rows // max(1, self.rows // self.own_length):
+            self.own_pool.append(self.own_text(0.25))
+            tokens = self.own_pool[-1]
+        else:
+            at = torch.randint(len(self.own_pool), (), generator=torch.Generator().manual_seed(self.tokens_seen))
+            tokens = self.own_pool[int(at)]
+        runner = self.own_runner()
+        self.tokens_seen += runner.batch * runner.length
+        with torch.no_grad():
+            trunk, _ = runner.trunk(tokens[:, : runner.length])
+        mtp, losses, loads, _, balance = self.mtp_loss(stage, runner, trunk.hidden, tokens, stage.chain)
+        (mtp + BALANCE_WEIGHT * balance).backward()
+        self.update(rates)
+        return {"loss": torch.zeros(()), "mtp": [x.detach() for x in losses], "index": [], "loads": [sum(loads)]}
+
+    def update(self, rates: dict[str, float]) -> None:
+        """Clips and applies the gradients."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimisers.set_rates(rates)
+        self.optimisers.step()
+
     def step(self, stage: Stage, number: int, rates: dict[str, float], bias_rate: float) -> dict[str, Any]:
         """One optimisation step; the values returned are still on the device."""
+        if stage.mtp_only and number % 2:
+            return self.draft_step(stage, rates)
         runner = self.runner(stage)
         tokens = self.windows.draw(runner.batch, runner.length)
         self.tokens_seen += runner.batch * runner.length
@@ -183,14 +266,16 @@ class Trainer:
         index_losses = [probe_loss(p, runner.rows) for p in probes]
         total = mtp + BALANCE_WEIGHT * mtp_balance if stage.mtp_only else (
             loss + MTP_WEIGHT * mtp + BALANCE_WEIGHT * (balance + mtp_balance))
-        total = total + sum(index_losses)
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
-        self.optimisers.set_rates(rates)
-        self.optimisers.step()
+        (total + sum(index_losses)).backward()
+        extra: dict[str, Any] = {}
+        if stage.own_text and not stage.mtp_only:
+            loops, share = self.loop_loss()
+            (UNLIKELIHOOD_WEIGHT * loops).backward()
+            extra = {"loops": loops.detach(), "loop_share": share}
+        self.update(rates)
         self.balance_bias(self.model.moe_layers(), [*trunk.loads, sum(mtp_loads)], bias_rate, stage.mtp_only)
         return {"loss": loss.detach(), "mtp": [x.detach() for x in mtp_losses],
-                "index": [x.detach() for x in index_losses], "loads": trunk.loads + [sum(mtp_loads)]}
+                "index": [x.detach() for x in index_losses], "loads": trunk.loads + [sum(mtp_loads)], **extra}
 
     @torch.no_grad()
     def balance_bias(self, layers: list[Layer], loads: list[Tensor], rate: float, last_only: bool) -> None:
@@ -201,15 +286,18 @@ class Trainer:
 
 
 def rates_at(progress: float, stage: Stage) -> dict[str, float]:
-    """Learning rates: warm-up, constant, linear to FLOOR at the end of the sparse stage; the MTP stage has its own ramp."""
-    end = STAGES[-2].until
+    """Learning rates: warm-up, constant, linear to FLOOR by the end of the sparse stage, then to nothing."""
+    sparse_end, own_end = STAGES[2].until, STAGES[3].until
     if stage.mtp_only:
-        scale = 0.25 * max(0.0, 1 - (progress - end) / (1 - end)) + 0.003
+        scale = 0.3 * max(0.0, 1 - (progress - own_end) / (1 - own_end)) + 0.003
+    elif stage.own_text:
+        scale = FLOOR * max(0.05, (own_end - progress) / (own_end - sparse_end))
     else:
         scale = min(1.0, progress / 0.02 + 0.02)
         if progress > DECAY_FROM:
-            scale *= FLOOR + (1 - FLOOR) * max(0.0, (end - progress) / (end - DECAY_FROM))
-    return {name: rate * scale for name, rate in RATES.items()}
+            scale *= FLOOR + (1 - FLOOR) * max(0.0, (sparse_end - progress) / (sparse_end - DECAY_FROM))
+    return {name: rate * (max(scale, 0.25) if name == "indexer" and not stage.own_text else scale)
+            for name, rate in RATES.items()}
 
 
 def load_tokens(folder: Path, device: torch.device) -> Tensor:
@@ -222,12 +310,15 @@ def load_tokens(folder: Path, device: torch.device) -> Tensor:
 def on_host(record: dict[str, Any]) -> dict[str, Any]:
     """A step's values as numbers."""
     loads = [(x.float() / x.float().mean()) for x in record["loads"]]
-    return {"loss": round(float(record["loss"]), 4), "mtp": [round(float(x), 4) for x in record["mtp"]],
+    extra = {k: round(float(record[k]), 4) for k in ("loops", "loop_share") if k in record}
+    return {"loss": round(float(record["loss"]), 4), **extra, "mtp": [round(float(x), 4) for x in record["mtp"]],
             "index": [round(float(x), 4) for x in record["index"]],
-            "load_max": [round(float(x.max()), 2) for x in loads], "load_min": [round(float(x.min()), 2) for x in loads]}
+            "load_max": [round(float(x.max()), 2) for x in loads],
+            "load_min": [round(float(x.min()), 2) for x in loads]}
 
 
-def run(trainer: Trainer, minutes: float, out: Path, max_steps: int | None, stages: tuple[Stage, ...]) -> None:
+def run(trainer: Trainer, minutes: float, out: Path, max_steps: int | None, stages: tuple[Stage, ...],
+        start_share: float) -> None:
     """Runs the stages against the clock (or `max_steps` steps each), logging to OUT/train.jsonl."""
     begin, number, last = time.monotonic(), 0, None
     on_gpu = trainer.device.type == "cuda"
@@ -236,7 +327,7 @@ def run(trainer: Trainer, minutes: float, out: Path, max_steps: int | None, stag
         trainer.start(stage)
         in_stage, clock, tokens = 0, time.monotonic(), trainer.tokens_seen
         while True:
-            progress = (time.monotonic() - begin) / (60 * minutes)
+            progress = start_share + (time.monotonic() - begin) / (60 * minutes)
             if max_steps is None and progress >= stage.until or max_steps is not None and in_stage >= max_steps:
                 break
             rates = rates_at(progress, stage)
@@ -248,7 +339,7 @@ def run(trainer: Trainer, minutes: float, out: Path, max_steps: int | None, stag
                 if last is not None:
                     last.synchronize()
                 last = event
-            if in_stage < 3 or number % 25 == 0:
+            if in_stage < 3 or number % 20 == 0:
                 now = time.monotonic()
                 speed = (trainer.tokens_seen - tokens) / max(now - clock, 1e-9)
                 clock, tokens = now, trainer.tokens_seen
@@ -259,8 +350,7 @@ def run(trainer: Trainer, minutes: float, out: Path, max_steps: int | None, stag
                 if not math.isfinite(line["loss"]):
                     raise RuntimeError(f"the loss is {line['loss']} at step {number}")
             number, in_stage = number + 1, in_stage + 1
-        torch.save(trainer.model.state_dict(), out / "last.pt.part")
-        (out / "last.pt.part").rename(out / "last.pt")
+        torch.save(trainer.model.state_dict(), out / f"{stage.name}.pt")
     log.close()
 
 
@@ -275,6 +365,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--max-steps", type=int, help="steps per stage instead of the clock (for checks)")
+    parser.add_argument("--resume", type=Path, help="BF16 folder to start from")
+    parser.add_argument("--stages", nargs="+", help="names of the stages to run (all)")
+    parser.add_argument("--start-share", type=float, default=0.0, help="share of the schedule taken as passed")
     parser.add_argument("--tiny", action="store_true", help="toy lengths, for checks on a CPU")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -288,7 +381,11 @@ def main() -> None:
     if args.tiny:
         config = ModelConfig(index_topk=16)
         stages = tuple(Stage(**{**s.__dict__, "length": s.length // 32}) for s in STAGES)
+    if args.stages:
+        stages = tuple(s for s in stages if s.name in args.stages)
     model = Model(config).to(device)
+    if args.resume:
+        read_checkpoint(model, args.resume)
     windows = Windows(load_tokens(args.data, device), args.seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trainer = Trainer(model, windows, args.rows, dtype, args.attention)
@@ -297,7 +394,9 @@ def main() -> None:
              "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "args": vars(args)}
     (args.out / "setup.json").write_text(json.dumps(setup, default=str) + "\n")
     print(json.dumps(setup, default=str), flush=True)
-    run(trainer, args.minutes, args.out, args.max_steps, stages)
+    if args.tiny:
+        trainer.own_length, trainer.own_prompt, trainer.own_rows = 32, 8, 32
+    run(trainer, args.minutes, args.out, args.max_steps, stages, args.start_share)
     write_checkpoint(model, args.out / "bf16", args.tokenizer)
     print(json.dumps({"tokens": trainer.tokens_seen, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
 

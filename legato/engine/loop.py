@@ -19,7 +19,7 @@ class Engine:
     """Requests in, progress out. Not thread-safe: one caller submits, aborts and turns."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, overlap: bool) -> None:
-        self._scheduler, self._runner, self._overlap = scheduler, runner, overlap
+        self._scheduler, self.runner, self._overlap = scheduler, runner, overlap
         self._flight: Flight | None = None
         self._stats = Stats(accepted_at=(0,) * (scheduler.limits.num_drafts + 1))
 
@@ -44,7 +44,7 @@ class Engine:
         """One turn. Returns what requests gained, at most one turn late."""
         started = time.perf_counter()
         plan = self._scheduler.plan()
-        launched = None if plan.is_empty else self._runner.launch(plan)
+        launched = None if plan.is_empty else self.runner.launch(plan)
         progress = self._scheduler.take_ended()
         landing = [self._flight] if self._overlap else [self._flight, launched]
         self._flight = launched if self._overlap else None

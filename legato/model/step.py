@@ -31,6 +31,18 @@ class Step:
     cos: Tensor
     sin: Tensor
 
+    def rows(self, rows: slice) -> Step:
+        """The same for some of the rows."""
+        return Step(
+            self.positions[rows],
+            self.request[rows],
+            self.page_table,
+            self.lengths[rows],
+            self.slots[rows],
+            self.cos[rows],
+            self.sin[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:

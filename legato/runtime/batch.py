@@ -127,13 +127,31 @@ def make_step(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpe
     """
     # The widest row decides how many pages are scored; on a GPU this one read belongs to the reference runtime only.
     num_pages = min(int(positions.max()) // PAGE_SIZE + 1, rows.page_table.shape[1])
-    slots = cache_slots(rows.page_table, device_rows, positions)
-    slots = torch.where(rows.done[device_rows], torch.full_like(slots, -1), slots)
+    slots = cache_slots(rows.page_table, device_rows, positions).masked_fill(rows.done[device_rows], -1)
+    return _step(positions, device_rows, rows.page_table[:, :num_pages], slots, spec)
+
+
+def chain_steps(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpec) -> list[Step]:
+    """Where the chain's single rows stand, one step after another, for positions [n, B]. They store nothing.
+
+    Their latents would never be read: the selection they reuse holds none of them, and the next draft-extend writes these
+    positions itself.
+    """
+    num_steps, num_requests = positions.shape
+    if not num_steps:
+        return []
+    flat = positions.reshape(-1)
+    slots = torch.full_like(flat, -1, dtype=torch.int32)
+    step = _step(flat, device_rows.repeat(num_steps), rows.page_table, slots, spec)
+    return [step.rows(slice(n * num_requests, (n + 1) * num_requests)) for n in range(num_steps)]
+
+
+def _step(positions: Tensor, device_rows: Tensor, page_table: Tensor, slots: Tensor, spec: ModelSpec) -> Step:
     cos, sin = rope_angles(positions, spec.rope_theta, spec.rope_dim)
     return Step(
         positions=positions,
         request=device_rows.to(torch.int32),
-        page_table=rows.page_table[:, :num_pages],
+        page_table=page_table,
         lengths=(positions + 1).to(torch.int32),
         slots=slots,
         cos=cos,

@@ -18,7 +18,7 @@ from legato.model.glm import Glm
 from legato.model.mtp import Mtp
 from legato.model.step import LayerCache, Selection
 from legato.ops import sample, verify
-from legato.runtime.batch import Batch, Samplers, make_step
+from legato.runtime.batch import Batch, Samplers, chain_steps
 from legato.runtime.rows import Rows
 
 
@@ -140,17 +140,15 @@ class Iteration:
         draw: Draw,
     ) -> Tensor:
         """K drafts: the last accepted row's hidden state gives the first, single-row steps that reuse its selection the rest."""
-        drafts: list[Tensor] = []
-        position = samplers.base + last
-        while True:
-            token = draw(self.target.logits(hidden), rows, samplers.rows, position + 2)
-            drafts.append(token)
-            if len(drafts) == self.num_drafts:
-                return torch.stack(drafts, dim=1)
-            position = position + 1
-            step = make_step(position, samplers.rows, rows, self.target.spec)
-            step = replace(step, slots=torch.full_like(step.slots, -1))
+        seed_position = samplers.base + last
+        token = draw(self.target.logits(hidden), rows, samplers.rows, seed_position + 2)
+        drafts = [token]
+        offsets = torch.arange(1, self.num_drafts, device=hidden.device)
+        for step in chain_steps(seed_position + offsets[:, None], samplers.rows, rows, self.target.spec):
             hidden, _ = mtp.forward(token, hidden, step, self.caches[-1], selection)
+            token = draw(self.target.logits(hidden), rows, samplers.rows, step.positions + 2)
+            drafts.append(token)
+        return torch.stack(drafts, dim=1)
 
 
 def cut(sampled: Tensor, counts: Tensor, stop_ids: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:

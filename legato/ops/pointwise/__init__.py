@@ -55,8 +55,8 @@ def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:
     """Rotate the pairs (x[start+2i], x[start+2i+1]) by angle i; every other dimension passes through. Results stay in
     place.
 
-    x [T, h, d], cos and sin [T, R/2] float32, start + R <= d -> [T, h, d] in x's dtype. Main heads: start = N; shared
-    key: 0; indexer: 0. Source: arXiv:2104.09864, equation 34.
+    x [T, h, d], cos and sin [T, R/2] float32, start + R <= d, start and d even -> [T, h, d] in x's dtype.
+    Main heads: start = N; shared key and indexer: start = 0. Source: arXiv:2104.09864, equation 34.
     """
     turned = x.to(torch.float32, copy=True)
     pairs = torch.view_as_complex(turned[..., start : start + 2 * cos.shape[-1]].unflatten(-1, (-1, 2)))

@@ -8,11 +8,12 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 JOBS   ?= 2
 
-.PHONY: help demo check check-full lint types imports test clean
+.PHONY: help demo check check-full lint types imports test docs clean
 help:
 	@echo "make demo         install into .venv and generate text from the checkpoint that ships with Legato"
 	@echo "make check        what CI runs: lint, types, import rules, CPU tests"
 	@echo "make check-full   the same and the long tests"
+	@echo "make docs         write docs/cli.md anew"
 	@echo "make clean        remove .venv and caches"
 
 demo: $(VENV)/.installed
@@ -35,18 +36,24 @@ imports: $(VENV)/.installed-dev
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu and not full" -n $(JOBS) --dist worksteal
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m typer legato.__main__ utils docs --name legato --output docs/cli.md
+
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Legato needs Python 3.11 or newer: none found on PATH" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Legato needs Python 3.11 or newer; $(PYTHON) is older (set PYTHON=...)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "is the venv module installed? (Debian: python3-venv)" >&2; exit 1; }
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV) || { echo "is the venv module installed? (Debian: python3-venv)" >&2; exit 1; }
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable .
+	@echo "installing Legato and what it needs (the first time this downloads PyTorch)"
+	@$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[dev]'
+	@echo "installing Legato, what it needs, and the tools of the tests (the first time this downloads PyTorch)"
+	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 clean:

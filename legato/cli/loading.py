@@ -10,13 +10,18 @@ import math
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from legato.config import Config
+from legato.config import Config, ConfigError
 from legato.llm import LLM
+from legato.ops import BindError
 from legato.types import Stats
 
 
 def load(config: Config, console: Console) -> LLM:
-    """An engine for `config`; while the weights load, `console` shows a bar (nothing where it is no terminal)."""
+    """An engine for `config`; while the weights load, `console` shows a bar (nothing where it is no terminal).
+
+    Raises:
+        ConfigError: among others, an override names an op or implementation that does not exist.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
@@ -24,7 +29,10 @@ def load(config: Config, console: Console) -> LLM:
         def show(done_bytes: int, total_bytes: int, label: str) -> None:
             bar.update(task, completed=done_bytes, total=total_bytes, description=label)
 
-        return LLM(config=config, progress=show)
+        try:
+            return LLM(config=config, progress=show)
+        except BindError as error:
+            raise ConfigError(f"--op: {error}") from error
 
 
 def speed(stats: Stats) -> str:

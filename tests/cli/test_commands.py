@@ -40,6 +40,11 @@ def test_generate_prints_text_and_speed_apart(model: str) -> None:
     assert "accept length 1.00" in plain.stderr
 
 
+def test_unknown_ops_are_refused(model: str) -> None:
+    result = legato("generate", "-m", model, "--op", "atend=reference", "x")
+    assert result.returncode == 2 and "attend" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_generate_as_json_in_a_batch(model: str) -> None:
     result = ran(
         "generate", "-m", model, "--seed", "1", "--max-tokens", "5", "--ignore-eos", "--output", "json", "a", "b c"

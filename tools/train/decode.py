@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from attend import attend_dense, fake_quantise_e4m3
 from model import (
-    Layer, Model, dense_mlp, final_norm, index_keys, index_queries, keys_values, linear, moe, queries, rope_table,
+    Layer,
+    Model,
+    dense_mlp,
+    final_norm,
+    index_keys,
+    index_queries,
+    keys_values,
+    linear,
+    moe,
+    queries,
+    rope_table,
 )
 from torch import Tensor
 

@@ -33,7 +33,7 @@ CONTINUATION = 256
 @torch.no_grad()
 def draft_matches(model: Model, rows: Tensor, dtype: torch.dtype, attention: str, steps: int = MOST_DRAFTS) -> Tensor:
     """match [B, S, steps]: whether the draft of step s at row i equals token i + 2 + s (false past the end)."""
-    batch, width = rows.shape
+    width = rows.shape[1]
     length = -(-width // 128) * 128
     padded = F.pad(rows, (0, length - width + 16))
     out = []
@@ -58,6 +58,11 @@ def replay(match: np.ndarray, start: int, end: int, drafts: int) -> tuple[int, i
             accepted += 1
         tokens, rounds, n = tokens + accepted + 1, rounds + 1, n + accepted + 1
     return tokens, rounds
+
+
+def mean_length(counts: list[tuple[int, int]]) -> float:
+    """Accept length: all tokens over all rounds."""
+    return round(sum(t for t, _ in counts) / max(1, sum(n for _, n in counts)), 4)
 
 
 def distinct_share(tokens: list[int], n: int = 4) -> float:
@@ -109,6 +114,31 @@ def held_out(model: Model, stream: np.ndarray, total_bytes: int, dtype: torch.dt
     return result
 
 
+def fake_nvfp4(weight: Tensor) -> Tensor:
+    """A matrix rounded to NVFP4 and back: groups of 16, e4m3 block scales, one global scale amax / (6 * 448)."""
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
+    blocks = weight.float().unflatten(-1, (-1, 16))
+    whole = blocks.abs().amax() / (6 * 448)
+    scale = (blocks.abs().amax(-1, keepdim=True) / 6 / whole).to(torch.float8_e4m3fn).float() * whole
+    ratio = blocks / scale.clamp(min=1e-12)
+    nearest = torch.bucketize(ratio.abs(), (grid[1:] + grid[:-1]) / 2)
+    return (grid[nearest] * ratio.sign() * scale).flatten(-2).to(weight.dtype)
+
+
+@torch.no_grad()
+def quantise_experts(model: Model) -> None:
+    """Rounds the routed experts of the target layers to NVFP4 in place, as the shipped files hold them."""
+    for layer in model.moe_layers()[:-1]:
+        for name in ("experts_gate", "experts_up", "experts_down"):
+            stack = getattr(layer, name)
+            stack.copy_(torch.stack([fake_nvfp4(w) for w in stack]))
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """Decoded ids, special tokens included."""
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
 def acceptance(model: Model, prompts: dict[str, list[list[int]]], tokenizer: Tokenizer, dtype: torch.dtype,
                attention: str, samples: int) -> dict[str, Any]:
     """Accept lengths at K = 1..7, greedy and at temperature 1, with distinct-4-gram shares; a few texts."""
@@ -116,7 +146,7 @@ def acceptance(model: Model, prompts: dict[str, list[list[int]]], tokenizer: Tok
     sampled = torch.tensor([0.0] * len(flat) + [1.0] * len(flat), device=model.norm.device)
     rows = generate(model, flat + flat, CONTINUATION, sampled, dtype)
     match, result = draft_matches(model, rows, dtype, attention).cpu().numpy(), {}
-    host, ends = rows.cpu().numpy(), set(IDS[t] for t in ("<|endoftext|>", "<|user|>", "<|observation|>"))
+    host, ends = rows.cpu().numpy(), {IDS[t] for t in ("<|endoftext|>", "<|user|>", "<|observation|>")}
     for kind, base in (("greedy", 0), ("temperature_1", len(flat))):
         spans = []
         for i, prompt in enumerate(flat):
@@ -128,21 +158,17 @@ def acceptance(model: Model, prompts: dict[str, list[list[int]]], tokenizer: Tok
                                  "continuations_under_half_distinct": round(float(np.mean([x < 0.5 for x in share])), 4),
                                  "mean_tokens": round(float(np.mean([b - a for _, a, b in spans])), 1)}
         for k in range(1, MOST_DRAFTS + 1):
-            counts = [replay(match[r], a, b, k) for r, a, b in spans]
-            entry[f"accept_length_k{k}"] = round(sum(t for t, _ in counts) / max(1, sum(n for _, n in counts)), 4)
-        loops = [(r, a, b) for (r, a, b) in spans if b - a >= 32 and distinct_share(host[r, a:b].tolist()) >= 0.5]
-        counts = [replay(match[r], a, b, 5) for r, a, b in loops]
-        entry["accept_length_k5_without_loops"] = round(sum(t for t, _ in counts) / max(1, sum(n for _, n in counts)), 4)
+            entry[f"accept_length_k{k}"] = mean_length([replay(match[r], a, b, k) for r, a, b in spans])
+        varied = [s for s in spans if s[2] - s[1] >= 32 and distinct_share(host[s[0], s[1] : s[2]].tolist()) >= 0.5]
+        entry["accept_length_k5_without_loops"] = mean_length([replay(match[r], a, b, 5) for r, a, b in varied])
         by_length, at = {}, 0
         for length, group in prompts.items():
-            counts = [replay(match[r], a, b, 5) for r, a, b in spans[at : at + len(group)]]
-            by_length[length] = round(sum(t for t, _ in counts) / max(1, sum(n for _, n in counts)), 4)
+            by_length[length] = mean_length([replay(match[r], a, b, 5) for r, a, b in spans[at : at + len(group)]])
             at += len(group)
         entry["accept_length_k5_by_prompt_tokens"] = by_length
         step = max(1, len(spans) // max(1, samples))
-        entry["samples"] = [{"prompt_end": tokenizer.decode(host[r, max(0, a - 64) : a].tolist(), skip_special_tokens=False),
-                             "text": tokenizer.decode(host[r, a:b].tolist(), skip_special_tokens=False)}
-                            for r, a, b in spans[::step]]
+        entry["samples"] = [{"prompt_end": text_of(tokenizer, host[r, max(0, a - 64) : a]),
+                             "text": text_of(tokenizer, host[r, a:b])} for r, a, b in spans[::step]]
         result[kind] = entry
     return result
 
@@ -152,7 +178,7 @@ def fixed_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     code = ["def fibonacci(n):", "import os\nimport sys\n\n\ndef main():\n", "class Stack:\n    \"\"\"A simple stack.\"\"\"\n"]
     off, on = "<|assistant|><think></think>", "<|assistant|><think>"
     effort = "<|system|>Reasoning Effort: Max"
-    chat = [f"<|user|>Hello{off}", f"{effort}<|user|>Write a Python function `add(a, b)` that returns the sum of two numbers.{on}",
+    chat = [f"<|user|>Hello{off}", f"{effort}<|user|>Write a Python function `add(a, b)`: add two numbers.{on}",
             f"<|user|>Write a Python function `is_prime`: return True if n is a prime number.{off}"]
     return [tokenizer.encode(t).ids for t in code + chat]
 
@@ -184,8 +210,12 @@ def main() -> None:
     rows = generate(model, fixed, 128, torch.zeros(len(fixed), device=device), dtype)
     metrics["fixed_prompts"] = [tokenizer.decode(r[: len(p) + 128].tolist(), skip_special_tokens=False)
                                 for p, r in zip(fixed, rows, strict=True)]
+    quantise_experts(model)
+    nvfp4 = held_out(model, stored["tokens"], int(stored["bytes"]), dtype, args.attention, args.windows, args.length)
+    metrics["held_out_nvfp4_experts"] = {k: v for k, v in nvfp4.items() if "loss" in k or "bits" in k}
     args.out.write_text(json.dumps(metrics, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in metrics["held_out"].items()}))
+    print(json.dumps(metrics["held_out_nvfp4_experts"]))
+    print(json.dumps(metrics["held_out"]))
     print(json.dumps({k: {n: x for n, x in v.items() if n != "samples"} for k, v in metrics["acceptance"].items()}))
     print("\n=====\n".join(metrics["fixed_prompts"]))
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from attend import attend_dense, attend_selected, fake_quantise_e4m3, select_mask
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,13 @@ XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26, "lc":
 HERE = Path(__file__).resolve().parent
 
 
+def textbook(seed: int) -> list[str]:
+    """Code documents and conversations made of the functions of textbook.py."""
+    rng, pool = random.Random(seed), list(functions((HERE / "textbook.py").read_text()))
+    codes = ["\n\n\n".join(rng.choice((f.body, f.body, f.bare)) for f in rng.sample(pool, 10)) for _ in range(150)]
+    return [document(c + "\n") for c in codes] + [conversation(pool, rng) for _ in range(1200)]
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, str]]:
     """The records of a JSON-lines file."""
     with open(path) as source:
@@ -157,7 +164,7 @@ def main() -> None:
     print("tokenizer ready", flush=True)
     kept.sort(key=lambda r: (r["package"], r["path"]))
     stream = encode(tokenizer, [document(r["text"]) for r in kept])
-    chat_stream = encode(tokenizer, chats)
+    chat_stream = encode(tokenizer, chats + textbook(29))
     print(json.dumps({"code_tokens": len(stream), "chat_tokens": len(chat_stream)}), flush=True)
     pieces = 10
     starts = np.flatnonzero(stream == IDS["[gMASK]"])

@@ -51,19 +51,19 @@ class Stage:
 
 STAGES = (
     Stage("dense-1024", 0.37, 1024),
-    Stage("dense-4096", 0.56, 4096, probes=True, chain=6, chain_every=4, distil=0.5),
+    Stage("dense-4096", 0.55, 4096, probes=True, chain=6, chain_every=4, distil=0.5),
     Stage("sparse-4096", 0.76, 4096, sparse=True, probes=True, fp8_index=True, chain=6, chain_every=3, short_chain=1,
           distil=0.8),
-    Stage("own-text", 0.87, 4096, sparse=True, probes=True, fp8_index=True, chain=1, short_chain=1, distil=0.8,
+    Stage("own-text", 0.88, 4096, sparse=True, probes=True, fp8_index=True, chain=1, short_chain=1, distil=0.8,
           own_text=True),
     Stage("mtp", 1.0, 4096, sparse=True, probes=True, fp8_index=True, chain=6, chain_every=1, distil=1.0,
           own_text=True, mtp_only=True),
 )
 RATES = {"matrices": 4e-3, "embed_tokens": 1.5e-2, "lm_head": 3e-3, "other": 3e-3, "indexer": 2e-3}
 DECAY_FROM, FLOOR = 0.40, 0.12
-OWN_LENGTH, OWN_PROMPT, OWN_ROWS = 512, 128, 2048
-UNLIKELIHOOD_WEIGHT = 1.0
-PROBE_ROWS = 128
+OWN_LENGTH, OWN_PROMPT, OWN_ROWS, OWN_USES = 512, 128, 1024, 2
+UNLIKELIHOOD, UNLIKELIHOOD_MOST, LOSS_ALLOWANCE = 0.3, 3.0, 1.015
+PROBE_ROWS = 256
 MTP_WEIGHT, MTP_GRADIENT, STEP_DECAY = 0.5, 0.4, 0.9
 BALANCE_WEIGHT, BIAS_RATE = 1e-3, 1e-3
 
@@ -127,22 +127,23 @@ def distil_loss(hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor, s
 
 @compiled
 def unlikelihood(hidden: Tensor, head: Tensor, labels: Tensor, marked: Tensor) -> Tensor:
-    """Mean of -log(1 - p(label)) over the marked rows (Welleck et al. 2019)."""
+    """-log(1 - p(label)) of the marked rows, summed and divided by the number of rows (Welleck et al. 2019)."""
     logits = F.linear(hidden, head.to(hidden.dtype)).float()
     p = torch.exp(logits.gather(-1, labels[:, None])[:, 0] - torch.logsumexp(logits, -1))
-    return -(torch.log1p(-p.clamp(max=0.9995)) * marked).sum() / marked.sum().clamp(min=1.0)
+    return -(torch.log1p(-p.clamp(max=0.9995)) * marked).mean()
 
 
 def repeated(rows: Tensor, start: int) -> Tensor:
-    """Marks tokens [B, L] that go on with a loop: at or after `start`, ending an 8-gram seen before in the row's own
-    continuation or a 4-gram seen there twice before."""
+    """Marks tokens [B, L] that go on with a loop: at or after `start`, ending a 12-gram seen before in the row's own
+    continuation or an 8-gram seen there twice before."""
     own = rows[:, start:]
     grams = (own.unfold(1, 4, 1) * VOCABULARY ** torch.arange(4, device=rows.device)).sum(-1)
     same = (grams[:, :, None] == grams[:, None, :]).tril(-1)
-    long = same[:, 4:, 4:] & same[:, :-4, :-4]
-    marks = same.sum(-1) >= 2
-    marks[:, 4:] |= long.any(-1)
-    return F.pad(marks, (start + 3, 0))
+    eight = same[:, 4:, 4:] & same[:, :-4, :-4]
+    twelve = eight[:, 4:, 4:] & same[:, :-8, :-8]
+    marks = eight.sum(-1) >= 2
+    marks[:, 4:] |= twelve.any(-1)
+    return F.pad(marks, (start + 7, 0))
 
 
 class Trainer:
@@ -155,9 +156,12 @@ class Trainer:
         self.runners: dict[str, Runner] = {}
         self.generator = torch.Generator(device=self.device).manual_seed(99)
         self.tokens_seen = 0
+        self.average = torch.zeros((), device=self.device)  # running mean of the loss on real text
+        self.allowed, self.loop_weight = 0.0, UNLIKELIHOOD
         self.own_windows = Windows(windows.tokens, 77)
         self.own: list[Tensor] = []
         self.own_pool: list[Tensor] = []
+        self.draft_turn = 0
         self.own_length, self.own_prompt, self.own_rows = OWN_LENGTH, OWN_PROMPT, OWN_ROWS
 
     def runner(self, stage: Stage) -> Runner:
@@ -174,6 +178,8 @@ class Trainer:
     def start(self, stage: Stage) -> None:
         """Freezes everything but the MTP layer for an MTP-only stage; drops text of an older model."""
         self.own = []
+        if stage.own_text and not stage.mtp_only:
+            self.allowed = float(self.average) * LOSS_ALLOWANCE
         for name, p in self.model.named_parameters():
             p.requires_grad_(not stage.mtp_only or name.startswith(("mtp.", "enorm", "hnorm", "eh_proj", "shared_head")))
 
@@ -206,7 +212,7 @@ class Trainer:
             was, model_module.compile_enabled = model_module.compile_enabled, False
             rows = extend(self.model, prompts, self.own_length + EXTRA - self.own_prompt, sampled, self.generator)
             model_module.compile_enabled = was
-            self.own = list(rows.split(max(1, self.rows // self.own_length)))
+            self.own = list(rows.split(max(1, self.rows // self.own_length))) * OWN_USES
         return self.own.pop()
 
     def own_runner(self) -> Runner:
@@ -217,7 +223,10 @@ class Trainer:
         return self.runners["own"]
 
     def loop_loss(self) -> tuple[Tensor, Tensor]:
-        """Unlikelihood of the loops in greedy continuations, and the share of continuation tokens that are in loops."""
+        """Unlikelihood of the loops in greedy continuations, and the share of their tokens that are in loops.
+
+        Its weight grows while the loss on real text stays within LOSS_ALLOWANCE of what it was, and shrinks otherwise.
+        """
         tokens, runner = self.own_text(0.0), self.own_runner()
         marks = repeated(tokens, self.own_prompt)
         trunk, _ = runner.trunk(tokens[:, : self.own_length])
@@ -228,11 +237,12 @@ class Trainer:
     def draft_step(self, stage: Stage, rates: dict[str, float]) -> dict[str, Any]:
         """One MTP-only step on the model's own text, a quarter of it sampled."""
         if len(self.own_pool) < 4 * self.own_rows // max(1, self.rows // self.own_length):
-            self.own_pool.append(self.own_text(0.25))
-            tokens = self.own_pool[-1]
+            tokens = self.own_text(0.25)
+            if not any(tokens is seen for seen in self.own_pool):
+                self.own_pool.append(tokens)
         else:
-            at = torch.randint(len(self.own_pool), (), generator=torch.Generator().manual_seed(self.tokens_seen))
-            tokens = self.own_pool[int(at)]
+            self.draft_turn += 1
+            tokens = self.own_pool[self.draft_turn % len(self.own_pool)]
         runner = self.own_runner()
         self.tokens_seen += runner.batch * runner.length
         with torch.no_grad():
@@ -270,12 +280,15 @@ class Trainer:
         extra: dict[str, Any] = {}
         if stage.own_text and not stage.mtp_only:
             loops, share = self.loop_loss()
-            (UNLIKELIHOOD_WEIGHT * loops).backward()
-            extra = {"loops": loops.detach(), "loop_share": share}
+            self.loop_weight *= 0.7 if float(self.average) > self.allowed else 1.05
+            self.loop_weight = min(max(self.loop_weight, 0.005), UNLIKELIHOOD_MOST)
+            (self.loop_weight * loops).backward()
+            extra = {"loops": loops.detach(), "loop_share": share, "loop_weight": self.loop_weight}
+        self.average = torch.where(self.average == 0, loss.detach(), self.average * 0.92 + loss.detach() * 0.08)
         self.update(rates)
         self.balance_bias(self.model.moe_layers(), [*trunk.loads, sum(mtp_loads)], bias_rate, stage.mtp_only)
         return {"loss": loss.detach(), "mtp": [x.detach() for x in mtp_losses],
-                "index": [x.detach() for x in index_losses], "loads": trunk.loads + [sum(mtp_loads)], **extra}
+                "index": [x.detach() for x in index_losses], "loads": [*trunk.loads, sum(mtp_loads)], **extra}
 
     @torch.no_grad()
     def balance_bias(self, layers: list[Layer], loads: list[Tensor], rate: float, last_only: bool) -> None:
@@ -310,7 +323,7 @@ def load_tokens(folder: Path, device: torch.device) -> Tensor:
 def on_host(record: dict[str, Any]) -> dict[str, Any]:
     """A step's values as numbers."""
     loads = [(x.float() / x.float().mean()) for x in record["loads"]]
-    extra = {k: round(float(record[k]), 4) for k in ("loops", "loop_share") if k in record}
+    extra = {k: round(float(record[k]), 4) for k in ("loops", "loop_share", "loop_weight") if k in record}
     return {"loss": round(float(record["loss"]), 4), **extra, "mtp": [round(float(x), 4) for x in record["mtp"]],
             "index": [round(float(x), 4) for x in record["index"]],
             "load_max": [round(float(x.max()), 2) for x in loads],
@@ -322,13 +335,13 @@ def run(trainer: Trainer, minutes: float, out: Path, max_steps: int | None, stag
     """Runs the stages against the clock (or `max_steps` steps each), logging to OUT/train.jsonl."""
     begin, number, last = time.monotonic(), 0, None
     on_gpu = trainer.device.type == "cuda"
-    log = open(out / "train.jsonl", "w", buffering=1)
+    log = open(out / "train.jsonl", "w", buffering=1)  # noqa: SIM115 (line-buffered for the whole run)
     for stage in stages:
         trainer.start(stage)
         in_stage, clock, tokens = 0, time.monotonic(), trainer.tokens_seen
         while True:
             progress = start_share + (time.monotonic() - begin) / (60 * minutes)
-            if max_steps is None and progress >= stage.until or max_steps is not None and in_stage >= max_steps:
+            if (progress >= stage.until) if max_steps is None else (in_stage >= max_steps):
                 break
             rates = rates_at(progress, stage)
             bias_rate = BIAS_RATE * min(1.0, rates["matrices"] / RATES["matrices"] * 2)

@@ -26,6 +26,7 @@ check-full: lint types imports $(VENV)/.installed-dev
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check legato tests
 
 types: $(VENV)/.installed-dev
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python

@@ -83,10 +83,14 @@ class LLM:
             return tuple(self.tokenizer.encode_prompt(prompt))
         for position, token in enumerate(prompt):
             if not 0 <= token < self.spec.vocab_size:
-                raise ParameterError("prompt", f"token {position} is {token}; the vocabulary has {self.spec.vocab_size}")
+                raise ParameterError(
+                    "prompt", f"token {position} is {token}; the vocabulary has {self.spec.vocab_size}"
+                )
         return tuple(prompt)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **arguments: Any) -> ChatPrompt:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **arguments: Any
+    ) -> ChatPrompt:
         """The prompt of a conversation, by the checkpoint's own template. Raises `ChatError`."""
         if self._template is None:
             self._template = ChatTemplate.open(self.checkpoint.source, self.tokenizer)

@@ -91,7 +91,9 @@ class Runner:
         layout = CacheLayout(spec, settings.latent, settings.index)
         target = Glm(spec, weights)
         mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed)
-        self.iteration = Iteration(target, mtp, layout.allocate(settings.num_pages, settings.device), settings.num_drafts)
+        self.iteration = Iteration(
+            target, mtp, layout.allocate(settings.num_pages, settings.device), settings.num_drafts
+        )
         self._temperature: dict[int, float] = {}
         self._wanted_logprobs: dict[int, int] = {}
 

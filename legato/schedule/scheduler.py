@@ -155,7 +155,9 @@ class Scheduler:
         sequence.output.extend(emission.tokens)
         if not emission.done:
             return [Progress(sequence.request.id, emission.tokens, None, emission.logprobs)] if emission.tokens else []
-        reason: FinishReason = "stop" if emission.tokens and emission.tokens[-1] in sequence.request.stop_ids else "length"
+        reason: FinishReason = (
+            "stop" if emission.tokens and emission.tokens[-1] in sequence.request.stop_ids else "length"
+        )
         self._release(sequence)
         return [Progress(sequence.request.id, emission.tokens, reason, emission.logprobs)]
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -117,7 +117,7 @@ def convert(
     spec = stored_spec(source)
     inventory = survey(source, spec)
     inventory.require()
-    entries = list(expected(spec))
+    entries = expected(spec)
     formats = {entry.name: layout(target, entry, spec) for entry in entries if entry.kind is Kind.LINEAR}
     _refuse_unfit(entries, formats, inventory, source)
     shards = _shards(entries, formats, shard_bytes)
@@ -146,7 +146,7 @@ def _refuse_used(destination: Path, existing: Existing) -> None:
 
 
 def _refuse_unfit(
-    entries: list[Expected], formats: dict[str, Format], inventory: Inventory, source: Checkpoint
+    entries: Sequence[Expected], formats: dict[str, Format], inventory: Inventory, source: Checkpoint
 ) -> None:
     problems: list[Problem] = []
     for entry in entries:
@@ -177,7 +177,7 @@ def _entry_bytes(entry: Expected, formats: dict[str, Format]) -> int:
     return sum(ITEM_BYTES[part.dtypes[0]] * torch.Size(part.shape).numel() for part in needed)
 
 
-def _shards(entries: list[Expected], formats: dict[str, Format], shard_bytes: int) -> list[list[Expected]]:
+def _shards(entries: Sequence[Expected], formats: dict[str, Format], shard_bytes: int) -> list[list[Expected]]:
     """Consecutive entries up to `shard_bytes` each, headers included (about 150 bytes per tensor)."""
     shards: list[list[Expected]] = []
     filled = shard_bytes

@@ -104,7 +104,7 @@ def plan(
         return _refused(label, gpu_bytes, str(error), (), checkpoint.nbytes)
     inventory = survey(checkpoint, spec)
     cache = cache_bytes(spec)
-    entries = list(expected(spec))
+    entries = expected(spec)
     alike = _alike(spec, inventory, entries)
     plans = tuple(_rank_plan(spec, alike, cache, count, gpu_bytes, reserve_bytes) for count in ranks)
     return Footprint(

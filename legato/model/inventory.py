@@ -172,6 +172,8 @@ def _weight_of(infos: Mapping[str, TensorInfo]) -> TensorInfo:
 
 def _check_part(info: TensorInfo, part: Part, problems: list[Problem]) -> None:
     """Shape and dtype of one tensor. A scalar may be stored as [1]."""
+    if info.shape == part.shape and info.dtype in part.dtypes:
+        return
     shapes = {part.shape, (1,)} if part.shape == () else {part.shape}
     if info.shape not in shapes:
         expected_shape = f"shape {list(part.shape)}"

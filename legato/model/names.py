@@ -6,9 +6,9 @@ is missing or misshapen), the loader, the memory plan and the quantiser.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from legato.model.spec import ModelSpec
 
@@ -55,7 +55,7 @@ class Row:
     group: Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Expected:
     """A tensor that must be present. For a LINEAR, `name` is the module: the parts add `.weight`, `.weight_scale`,
     ..."""
@@ -158,19 +158,19 @@ def layer_rows(spec: ModelSpec, layer: int) -> tuple[Row, ...]:
     return rows + (MTP if layer == spec.num_layers else ())
 
 
-def expected(spec: ModelSpec) -> Iterator[Expected]:
+@lru_cache(maxsize=2)
+def expected(spec: ModelSpec) -> tuple[Expected, ...]:
     """Every tensor of the model, the MTP layer included when `spec.has_mtp`."""
     sizes = dimensions(spec)
-    for row in TRUNK:
-        yield _expected(row, row.name, sizes, None)
+    entries = [_expected(row, row.name, sizes, None) for row in TRUNK]
     for layer in range(spec.num_layers + int(spec.has_mtp)):
         for row in layer_rows(spec, layer):
             prefix = layer_prefix(layer) + row.name
             names = [prefix]
             if row.group is Group.EXPERTS:
                 names = [prefix.format(expert=expert) for expert in range(spec.num_experts)]
-            for name in names:
-                yield _expected(row, name, sizes, layer)
+            entries += [_expected(row, name, sizes, layer) for name in names]
+    return tuple(entries)
 
 
 def _expected(row: Row, name: str, sizes: dict[str, int], layer: int | None) -> Expected:

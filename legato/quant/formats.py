@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 FLOATS = ("BF16", "F32", "F16")
 BLOCK = 128
@@ -98,14 +99,22 @@ def parts(stored: Format, rows: int, columns: int, found: Found) -> tuple[Part, 
     Sources: zai-org/GLM-5.2-FP8 (FP8), nvidia/GLM-5.2-NVFP4 (ModelOpt NVFP4), vllm-project/compressed-tensors
     (pack-quantized), sgl-project/sglang `w4afp8`.
     """
+    return _parts(stored, rows, columns, "weight_scale" in found and "weight_scale_inv" not in found)
+
+
+@lru_cache(maxsize=256)
+def _parts(stored: Format, rows: int, columns: int, plain_scale: bool) -> tuple[Part, ...]:
     groups = math.ceil(columns / BLOCK)
     if stored is Format.DENSE:
         return (Part("weight", FLOATS, (rows, columns)),)
     if stored is Format.FP8_BLOCK:
-        scale = "weight_scale" if "weight_scale" in found and "weight_scale_inv" not in found else "weight_scale_inv"
         return (
             Part("weight", ("F8_E4M3",), (rows, columns)),
-            Part(scale, ("F32", "BF16"), (math.ceil(rows / BLOCK), groups)),
+            Part(
+                "weight_scale" if plain_scale else "weight_scale_inv",
+                ("F32", "BF16"),
+                (math.ceil(rows / BLOCK), groups),
+            ),
             Part("input_scale", FLOATS, (), optional=True, needed=False),
         )
     if stored is Format.NVFP4:
@@ -130,7 +139,9 @@ def parts(stored: Format, rows: int, columns: int, found: Found) -> tuple[Part, 
 
 def column_multiple(stored: Format) -> int:
     """What the number of columns must be a multiple of."""
-    return {Format.NVFP4: NVFP4_GROUP, Format.INT4_PACKED: BLOCK, Format.INT4_NIBBLES: BLOCK}.get(stored, 1)
+    if stored in (Format.DENSE, Format.FP8_BLOCK):
+        return 1
+    return NVFP4_GROUP if stored is Format.NVFP4 else BLOCK
 
 
 def resident_bytes(stored: Format, rows: int, columns: int) -> int:

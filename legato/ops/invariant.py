@@ -17,6 +17,8 @@ from torch.nn import functional
 ROW_BLOCK = 8
 #: Columns of one product, where they divide the width: small products run in parallel, one per core, each on one core.
 COLUMN_BLOCK = 64
+#: Columns of a block of a packed weight.
+PACKED_BLOCK = 16
 #: Elements a transcendental function sees at once: below the size at which PyTorch splits a call over threads at
 #: arbitrary places.
 _VECTOR_CHUNK = 16384
@@ -30,6 +32,21 @@ def pad_rows(x: Tensor) -> Tensor:
     missing = -x.shape[0] % ROW_BLOCK
     x = x.to(torch.float32)
     return functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+
+
+def pack_columns(*weights: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Each weight [..., N, K] as contiguous column blocks [..., N/16, K, 16], where it is on a CPU and 16 divides N.
+
+    The product then streams through memory: twice as fast at eight rows. `matmul` and `moe_bf16` take either form.
+    """
+    packed = tuple(_pack(weight) for weight in weights)
+    return packed[0] if len(packed) == 1 else packed
+
+
+def _pack(weight: Tensor) -> Tensor:
+    if weight.device.type != "cpu" or weight.shape[-2] % PACKED_BLOCK:
+        return weight
+    return weight.unflatten(-2, (-1, PACKED_BLOCK)).transpose(-1, -2).contiguous()
 
 
 def column_blocks(weight: Tensor) -> Tensor:
@@ -46,26 +63,32 @@ def column_blocks(weight: Tensor) -> Tensor:
 def block_matmul(rows: Tensor, blocks: Tensor) -> Tensor:
     """The product of eight rows with one or more matrices given as column blocks.
 
-    rows [8, K] times the blocks [N/b, K, b] of one matrix -> [8, N]; rows [n, 8, K] times those of n matrices -> [n, 8,
-    N].
+    rows [8, K] times the blocks [N/b, K, b] of one matrix -> [8, N]; rows [n, 8, K] times those of n matrices -> [n, 8, N].
     """
     count, depth, width = blocks.shape
     batch = rows.shape[0] if rows.dim() == 3 else 1
     each = count // batch
-    repeated = rows.reshape(batch, 1, ROW_BLOCK, depth).expand(batch, each, ROW_BLOCK, depth)
-    products = torch.bmm(repeated.reshape(count, ROW_BLOCK, depth), blocks)
+    if rows.dim() == 2 or rows.stride(0) == 0:
+        shared = rows if rows.dim() == 2 else rows[0]
+        products = torch.bmm(shared.expand(count, ROW_BLOCK, depth), blocks)
+    else:
+        # Matrix by matrix: repeating the rows once per block would copy more than the product reads.
+        products = rows.new_empty(count, ROW_BLOCK, width)
+        for own, matrix, out in zip(rows, blocks.split(each), products.split(each), strict=True):
+            torch.bmm(own.expand(each, ROW_BLOCK, depth), matrix, out=out)
     return products.view(batch, each, ROW_BLOCK, width).transpose(1, 2).reshape(*rows.shape[:-1], each * width)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, in float32 -> [T, N]."""
+    """x [T, K] times weight [N, K] (or its `pack_columns`) transposed, in float32 -> [T, N]."""
     rows = x.shape[0]
     padded = pad_rows(x)
-    blocks = column_blocks(weight.to(torch.float32))
+    weight = weight.to(torch.float32)
+    blocks = weight if weight.dim() == 3 else column_blocks(weight)
     if padded.shape[0] == ROW_BLOCK:
         return block_matmul(padded, blocks)[:rows]
     if not rows:
-        return padded.new_zeros(0, weight.shape[0])
+        return padded.new_zeros(0, blocks.shape[0] * blocks.shape[2])
     return torch.cat([block_matmul(block, blocks) for block in padded.split(ROW_BLOCK)])[:rows]
 
 

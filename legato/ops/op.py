@@ -46,12 +46,12 @@ class Op(Generic[P, R]):
     """A named computation. Calling it calls the bound implementation, which is the reference until `bind` chooses
     another."""
 
-    def __init__(self, reference: Callable[P, R], reference_ok: bool) -> None:
+    def __init__(self, reference: Callable[P, R], reference_ok: bool, pack: Callable[..., Any] | None) -> None:
         self.name = reference.__name__
         self.folder = reference.__module__.rpartition(".")[2]
         self.reference = reference
         self.reference_ok = reference_ok
-        self.implementations: dict[str, Implementation[P, R]] = {REFERENCE: Implementation(REFERENCE, reference)}
+        self.implementations: dict[str, Implementation[P, R]] = {REFERENCE: Implementation(REFERENCE, reference, pack)}
         self.bound = self.implementations[REFERENCE]
         self.__doc__ = reference.__doc__
         self.__name__ = reference.__name__
@@ -91,16 +91,24 @@ class Op(Generic[P, R]):
 @overload
 def op(reference: Callable[P, R], /) -> Op[P, R]: ...
 @overload
-def op(*, reference_ok: bool) -> Callable[[Callable[P, R]], Op[P, R]]: ...
-def op(reference: Callable[..., Any] | None = None, /, *, reference_ok: bool = False) -> Any:
+def op(
+    *, reference_ok: bool = False, pack: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Op[P, R]]: ...
+def op(
+    reference: Callable[..., Any] | None = None,
+    /,
+    *,
+    reference_ok: bool = False,
+    pack: Callable[..., Any] | None = None,
+) -> Any:
     """Declare the decorated function as an op and as its own reference.
 
     `reference_ok=True` says that the reference may serve on a tested target (it is off the hot path, or already one
-    kernel there).
+    kernel there). `pack` is the reference's own `Op.pack`.
     """
 
     def declare(function: Callable[..., Any]) -> Op[..., Any]:
-        declared = Op(function, reference_ok)
+        declared = Op(function, reference_ok, pack)
         if declared.name in _REGISTRY:
             raise BindError(f"op {declared.name} is declared twice")
         _REGISTRY[declared.name] = declared

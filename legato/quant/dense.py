@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -41,8 +42,13 @@ class DenseWeight:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
+    @cached_property
+    def _packed(self) -> torch.Tensor:
+        """As the bound implementation wants it; the tensor itself where that does not care."""
+        return linear_bf16.pack(self.tensor)
+
     def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return linear_bf16(x, self.tensor, residual)
+        return linear_bf16(x, self._packed, residual)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.to(dtype)
@@ -73,8 +79,12 @@ class DenseExperts:
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w2.nbytes
 
+    @cached_property
+    def _packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return moe_bf16.pack(self.w13, self.w2)
+
     def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_bf16(x, ids, weights, self.w13, self.w2)
+        return moe_bf16(x, ids, weights, *self._packed)
 
     def dequantize(self, dtype: torch.dtype) -> DenseExperts:
         return DenseExperts(self.w13.to(dtype), self.w2.to(dtype))

@@ -47,6 +47,14 @@ def _transposed(width: int, depth: int) -> Callable[[Draw], Rowwise]:
     return make
 
 
+def _packed(width: int, depth: int) -> Callable[[Draw], Rowwise]:
+    def make(draw: Draw) -> Rowwise:
+        weight = ops.linear_bf16.pack(draw.normal(width, depth))
+        return Rowwise((draw.normal(POOL, depth),), lambda x: ops.linear_bf16(x, weight))
+
+    return make
+
+
 def _fp8(draw: Draw) -> Rowwise:
     weight = fp8_weight(draw, 576, 256)
     return Rowwise((draw.normal(POOL, 256),), lambda x: ops.linear_fp8_block(x, *weight))
@@ -109,6 +117,8 @@ def _route(experts: int, k: int, hidden: int) -> Callable[[Draw], Rowwise]:
 def _moe(experts: int, choices: int, width: int, hidden: int) -> Callable[[Draw], Rowwise]:
     def make(draw: Draw) -> Rowwise:
         w13, w2 = draw.normal(experts, 2 * width, hidden, scale=0.1), draw.normal(experts, hidden, width, scale=0.1)
+        if experts == 8:
+            w13, w2 = ops.moe_bf16.pack(w13, w2)
         ids = draw.uniform(POOL, experts).argsort(1)[:, :choices].to(torch.int32)
         ids[5, 0], ids[9] = -1, -1
         rows = draw.normal(POOL, hidden), ids, draw.uniform(POOL, choices)
@@ -225,6 +235,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     **{f"linear {width}x{depth}": _linear(width, depth) for width, depth in SHAPES},
     "linear bfloat16": _linear(320, 256, torch.bfloat16),
     **{f"linear transposed {width}x{depth}": _transposed(width, depth) for width, depth in ((832, 256), (72, 48))},
+    **{f"linear packed {width}x{depth}": _packed(width, depth) for width, depth in ((832, 256), (8192, 256), (48, 24))},
     "linear_fp8_block": _fp8,
     "linear_nvfp4": _nvfp4,
     "linear_int4": _int4,

@@ -15,7 +15,7 @@ from torch import Tensor
 from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
-from legato.ops.invariant import ROW_BLOCK, block_matmul, column_blocks, map_elements, matmul, pad_rows
+from legato.ops.invariant import ROW_BLOCK, block_matmul, column_blocks, map_elements, matmul, pack_columns, pad_rows
 from legato.ops.op import Op, op
 from legato.ops.pointwise import swiglu
 
@@ -41,15 +41,16 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tupl
     return ids.to(torch.int32), chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
 
 
-@op
+@op(pack=pack_columns)
 def moe_bf16(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """sum over a of weights[t, a] * w2[e] @ swiglu(w13[e] @ x[t]) with e = ids[t, a]; the sum runs in the order of a,
     in float32.
 
     x [T, D], ids [T, A] int32 (negative: contributes nothing), weights [T, A] float32, w13 [E, 2F, D] (gate rows, then
-    up rows) and w2 [E, D, F] bfloat16 or float32 -> [T, D] in x's dtype. Only experts that some row chose are computed.
+    up rows) and w2 [E, D, F] bfloat16 or float32, as stored or as `moe_bf16.pack` made them -> [T, D] in x's dtype.
+    Only experts that some row chose are computed.
     """
-    return _moe(x, ids, weights, w2.shape[1], lambda run: (w13[run].to(torch.float32), w2[run].to(torch.float32)))
+    return _moe(x, ids, weights, lambda run: (w13[run].to(torch.float32), w2[run].to(torch.float32)))
 
 
 @op
@@ -69,7 +70,7 @@ def moe_fp8_block(
             dequantize_fp8_block(w2[run], w2_scale_inv[run]),
         )
 
-    return _moe(x, ids, weights, w2.shape[1], dequantized)
+    return _moe(x, ids, weights, dequantized)
 
 
 @op
@@ -98,7 +99,7 @@ def moe_nvfp4(
             dequantize_nvfp4(w2[run], w2_scale[run], w2_scale_2[run]),
         )
 
-    return _moe(x, ids, weights, w2.shape[1], dequantized)
+    return _moe(x, ids, weights, dequantized)
 
 
 @op
@@ -114,13 +115,14 @@ def moe_int4(
     def dequantized(run: slice) -> tuple[Tensor, Tensor]:
         return dequantize_int4(w13[run], w13_scale[run]), dequantize_int4(w2[run], w2_scale[run])
 
-    return _moe(x, ids, weights, w2.shape[1], dequantized)
+    return _moe(x, ids, weights, dequantized)
 
 
-def _moe(x: Tensor, ids: Tensor, weights: Tensor, width: int, expert_weights: ExpertWeights) -> Tensor:
+def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights) -> Tensor:
     """Each expert takes its rows eight at a time; then every row sums its choices in order."""
     rows = x.to(torch.float32)
-    num_rows, choices = ids.shape
+    num_rows, width = rows.shape
+    choices = ids.shape[1]
     chosen: list[int] = ids.reshape(-1).tolist()
     pairs: dict[int, list[int]] = {}
     for pair, expert in enumerate(chosen):
@@ -135,14 +137,18 @@ def _moe(x: Tensor, ids: Tensor, weights: Tensor, width: int, expert_weights: Ex
             for pair, place in members:
                 places[pair] = first + place
             w13, w2 = expert_weights(slice(run[0], run[-1] + 1))
-            hidden = swiglu.reference(block_matmul(block, column_blocks(w13)))
-            outputs.append(block_matmul(hidden, column_blocks(w2)).view(-1, width))
+            hidden = swiglu.reference(block_matmul(block, _blocks(w13)))
+            outputs.append(block_matmul(hidden, _blocks(w2)).view(-1, width))
     gathered = torch.cat(outputs).index_select(0, torch.tensor(places, device=rows.device))
     terms = gathered.view(num_rows, choices, width) * weights.unsqueeze(-1)
     total = terms[:, 0]
     for choice in range(1, choices):
         total = total + terms[:, choice]
     return total.to(x.dtype)
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    return weights.flatten(0, 1) if weights.dim() == 4 else column_blocks(weights)
 
 
 def _waves(pairs: dict[int, list[int]], num_rows: int) -> list[list[list[int]]]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
-from legato.ops.invariant import ROW_BLOCK, matmul
+from legato.ops.invariant import ROW_BLOCK, matmul, pack_columns
 from legato.ops.op import Op, op
 
 
@@ -27,11 +27,11 @@ def _linear(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     return product.to(x.dtype)
 
 
-@op
+@op(pack=pack_columns)
 def linear_bf16(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     """x @ weight.T (+ residual), accumulated in float32 and rounded once to x's dtype.
 
-    x [T, K], weight [N, K] bfloat16 or float32, residual [T, N] -> [T, N].
+    x [T, K], weight [N, K] bfloat16 or float32, as stored or as `linear_bf16.pack` made it, residual [T, N] -> [T, N].
     """
     return _linear(x, weight, residual)
 

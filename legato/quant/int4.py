@@ -3,9 +3,10 @@
 Owns `Int4Weight`, `Int4Experts`, the quantiser and the (un)packing of both layouts. Must not know names or files. w = q
 * scale with q in [-8, 7]. Resident layout: two's-complement nibbles, the even column in the low nibble.
 
-No INT4 release of GLM-5.2 was at hand. Assumed layouts: (a) compressed-tensors "pack-quantized": int32 [N, K/8], eight nibbles
-per word, lowest bits first, offset binary (q = nibble - 8), as `pack_to_int32` of compressed-tensors 0.20 writes it; (b) w4afp8: int8
-[N, K/2], the even column in the low nibble, two's complement, as TensorRT-LLM's `pack_int8_tensor_to_packed_int4` writes it.
+No INT4 release of GLM-5.2 was at hand. Assumed layouts: (a) compressed-tensors "pack-quantized": int32 [N, K/8],
+eight nibbles per word, lowest bits first, offset binary (q = nibble - 8), as `pack_to_int32` of compressed-tensors
+0.20 writes it; (b) w4afp8: int8 [N, K/2], the even column in the low nibble, two's complement, as TensorRT-LLM's
+`pack_int8_tensor_to_packed_int4` writes it.
 """
 
 from __future__ import annotations

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from legato.ops.cache import latent_cache, read_latent_rows
+from legato.ops.cache.layout import latent_row_width
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance
 from legato.ops.op import op
 
 #: Tokens gathered at a time: 16384 rows of 576 float32 are 36 MiB.
 _GATHER_TILE = 16384
+#: Entries of a selection are computed in multiples of this.
+_WIDTH_BLOCK = 64
 
 
 @op
@@ -30,43 +33,58 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: f
     Source: arXiv:2405.04434 (MLA), arXiv:2512.02556 (sparse selection).
     """
     queries = q.to(torch.float32)
-    outputs: list[Tensor] = []
-    for rows in _row_tiles(slots):
-        tokens, mask, empty = _selected(cache, slots[rows], counts[rows])
+    out = torch.zeros(*q.shape[:2], latent_dim, device=q.device)
+    for rows, width in _tiles(slots, counts):
+        tokens, mask, empty = _selected(cache, slots[rows, :width], counts[rows])
         probabilities = _probabilities(torch.bmm(queries[rows], tokens.transpose(1, 2)), mask, scale)
-        outputs.append(torch.bmm(probabilities, tokens[..., :latent_dim]).masked_fill_(empty, 0.0))
-    return _join(outputs).to(q.dtype)
+        out[rows] = torch.bmm(probabilities, tokens[..., :latent_dim]).masked_fill_(empty, 0.0)
+    return out.to(q.dtype)
 
 
 @op(reference_ok=True)
 def sparse_mha(q: Tensor, kv_b: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
-    """The same attention with keys and values expanded out of the latent: out[t, h] = sum_j softmax_j(scale * q .
-    k_j,h) * v_j,h.
+    """The same attention with keys and values expanded out of the latent.
 
-    q [T, H, N+R] (rope part rotated), kv_b [H, N+V, C] (first N rows make keys, last V values), cache, slots, counts,
-    scale as in `sparse_mla` -> [T, H, V] in q's dtype. k_j,h = [kv_b[h, :N] latent_j ; rope_j], v_j,h = kv_b[h, N:]
-    latent_j. Equal to the absorbed form in exact arithmetic; it is what the absorbed form is tested against. Source:
-    arXiv:2405.04434.
+    out[t, h] = sum over j of softmax_j(scale * q[t, h] . k_j,h) * v_j,h with k_j,h = [kv_b[h, :N] latent_j ; rope_j] and
+    v_j,h = kv_b[h, N:] latent_j. q [T, H, N+R] (rope part rotated), kv_b [H, N+V, C] (N rows for keys, then V for values),
+    cache, slots, counts and scale as in `sparse_mla` -> [T, H, V] in q's dtype.
+    Equal to the absorbed form in exact arithmetic, which is tested against it. Source: arXiv:2405.04434.
     """
     queries, expand = q.to(torch.float32), kv_b.to(torch.float32)
     latent_dim = expand.shape[-1]
-    outputs: list[Tensor] = []
-    for rows in _row_tiles(slots):
-        tokens, mask, empty = _selected(cache, slots[rows], counts[rows])
-        rope = tokens[..., latent_dim:]
-        nope_dim = q.shape[-1] - rope.shape[-1]
+    nope_dim = q.shape[-1] - (latent_row_width(cache) - latent_dim)
+    out = torch.zeros(*q.shape[:2], expand.shape[1] - nope_dim, device=q.device)
+    for rows, width in _tiles(slots, counts):
+        tokens, mask, empty = _selected(cache, slots[rows, :width], counts[rows])
         expanded = torch.matmul(tokens[:, None, :, :latent_dim], expand.transpose(1, 2))
-        keys = torch.cat((expanded[..., :nope_dim], rope[:, None].expand(-1, q.shape[1], -1, -1)), dim=-1)
+        rope = tokens[:, None, :, latent_dim:].expand(-1, q.shape[1], -1, -1)
+        keys = torch.cat((expanded[..., :nope_dim], rope), dim=-1)
         scores = torch.matmul(queries[rows].unsqueeze(2), keys.transpose(2, 3)).squeeze(2)
         probabilities = _probabilities(scores, mask, scale)
         values = torch.matmul(probabilities.unsqueeze(2), expanded[..., nope_dim:]).squeeze(2)
-        outputs.append(values.masked_fill_(empty, 0.0))
-    return _join(outputs).to(q.dtype)
+        out[rows] = values.masked_fill_(empty, 0.0)
+    return out.to(q.dtype)
 
 
-def _row_tiles(slots: Tensor) -> list[slice]:
-    rows = max(1, _GATHER_TILE // max(1, slots.shape[1]))
-    return [slice(first, first + rows) for first in range(0, max(1, slots.shape[0]), rows)]
+def _tiles(slots: Tensor, counts: Tensor) -> list[tuple[slice, int]]:
+    """Neighbouring rows that are computed together, and how many entries of each.
+
+    On a CPU a row is cut at the next multiple of 64 from its own count, never from another row's: the width is part of
+    what decides its bits.
+    """
+    num_rows, most = slots.shape
+    if slots.device.type == "cpu":
+        widths = [min(most, max(1, -(-count // _WIDTH_BLOCK)) * _WIDTH_BLOCK) for count in counts.tolist()]
+    else:
+        widths = [most] * num_rows
+    tiles: list[tuple[slice, int]] = []
+    first = 0
+    for row in range(1, num_rows + 1):
+        full = (row - first) * widths[first] >= _GATHER_TILE
+        if row == num_rows or widths[row] != widths[first] or full:
+            tiles.append((slice(first, row), widths[first]))
+            first = row
+    return tiles
 
 
 def _selected(cache: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,17 +98,13 @@ def _selected(cache: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Ten
     counted = slots.masked_fill(beyond, -1)
     mask = counted < 0
     stand_in = counted.amax(1, keepdim=True)
-    flat = torch.where(mask, stand_in.clamp_min(0), counted).view(-1)
+    flat = torch.where(mask, stand_in.clamp_min(0), counted).reshape(-1)
     tokens = read_latent_rows(cache, flat).view(*slots.shape, -1)
     return tokens, mask.unsqueeze(1), (stand_in < 0).unsqueeze(1)
 
 
 def _probabilities(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
     return torch.softmax(scores.mul_(scale).masked_fill_(mask, -torch.inf), dim=-1)
-
-
-def _join(outputs: list[Tensor]) -> Tensor:
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _selection(draw: Draw, cache: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from legato.ops.cache.layout import (
     check_latent_cache,
     e4m3_to_float,
     index_page_views,
+    latent_row_width,
     quantize_groups,
 )
 from legato.ops.case import EXACT, Case, Draw
@@ -71,8 +72,7 @@ def gather_latent(cache: Tensor, slots: Tensor) -> Tensor:
 
 def read_latent_rows(cache: Tensor, slots: Tensor) -> Tensor:
     """The same for a flat list of valid slots [n] int64 -> float32 [n, C+R]; a plain function that `attend` shares."""
-    width = LATENT_WIDTH + LATENT_ROPE if cache.dtype == torch.uint8 else cache.shape[-1]
-    check_latent_cache(cache, width)
+    check_latent_cache(cache, latent_row_width(cache))
     rows = cache.view(-1, cache.shape[-1]).index_select(0, slots)
     if cache.dtype != torch.uint8:
         return rows.to(torch.float32)

@@ -65,6 +65,11 @@ def index_page_views(cache: Tensor) -> tuple[Tensor, Tensor]:
     return keys, cache.view(torch.float32)[:, INDEX_KEY_BYTES // 4 :]
 
 
+def latent_row_width(cache: Tensor) -> int:
+    """C + R: how many numbers a row of a latent cache holds."""
+    return LATENT_WIDTH + LATENT_ROPE if cache.dtype == torch.uint8 else cache.shape[-1]
+
+
 def check_latent_cache(cache: Tensor, width: int) -> None:
     """ValueError unless `cache` is one of the latent layouts for rows of `width` = C+R numbers."""
     packed = cache.dtype == torch.uint8

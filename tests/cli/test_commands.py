@@ -1,14 +1,16 @@
-"""The subcommands themselves, through the real command line, on a tiny random model."""
+"""The subcommands themselves on a tiny random model: each once through the real command line, the rest in this process."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from legato.__main__ import app
+from legato.cli.faults import FAULTS
 from tests.cli.test_faults import legato
 from tests.tiny import tiny_checkpoint
 from tests.tiny_text import VOCABULARY, save_text_files
@@ -22,27 +24,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def ran(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    result = legato(*arguments, stdin=stdin)
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr
+def invoke(*arguments: str, stdin: str = "") -> Result:
+    """The command in this process, where torch has been imported already."""
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+def ran(*arguments: str, stdin: str = "") -> Result:
+    result = invoke(*arguments, stdin=stdin)
+    assert result.exit_code == 0, (result.exception, result.stderr)
     return result
 
 
 def test_generate_prints_text_and_speed_apart(model: str) -> None:
     """Text alone on stdout, the same with and without drafts, from an argument and from stdin."""
     arguments = ("generate", "-m", model, "-t", "0", "--max-tokens", "24", "--ignore-eos")
-    drafted = ran(*arguments, "The user is")
+    drafted = legato(*arguments, "The user is")
+    assert drafted.returncode == 0, drafted.stderr
     assert drafted.stdout.startswith("The user is")
     assert re.search(r"24 tokens, [\d.]+ tokens/s, accept length \d\.\d\d", drafted.stderr)
     plain = ran(*arguments, "--num-drafts", "0", "-", stdin="The user is")
     assert plain.stdout == drafted.stdout
     assert "accept length 1.00" in plain.stderr
-
-
-def test_unknown_ops_are_refused(model: str) -> None:
-    result = legato("generate", "-m", model, "--op", "atend=reference", "x")
-    assert result.returncode == 2 and "attend" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_generate_as_json_in_a_batch(model: str) -> None:
@@ -51,33 +53,45 @@ def test_generate_as_json_in_a_batch(model: str) -> None:
     )
     completions = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(completions) == 2
-    assert all(
-        len(completion["token_ids"]) == 5 and completion["finish_reason"] == "length" for completion in completions
-    )
+    assert all(completion["finish_reason"] == "length" for completion in completions)
+    assert all(len(completion["token_ids"]) == 5 for completion in completions)
+
+
+def test_generate_prints_every_prompt_of_a_batch(model: str) -> None:
+    shown = ran("generate", "-m", model, "--max-tokens", "3", "--ignore-eos", "one", "two").stdout
+    assert shown.startswith("one") and "\n\ntwo" in shown
+
+
+def test_unknown_ops_are_refused(model: str) -> None:
+    result = invoke("generate", "-m", model, "--op", "atend=reference", "x")
+    assert isinstance(result.exception, FAULTS) and "attend" in str(result.exception)
 
 
 def test_chat_answers_resets_and_leaves(model: str) -> None:
     spoken = "Hi\n/what\n/reset\n\nWrite <|user|> f\n/exit\nnever\n"
-    result = ran("chat", "-m", model, "-t", "0", "--max-tokens", "8", stdin=spoken)
+    result = legato("chat", "-m", model, "-t", "0", "--max-tokens", "8", stdin=spoken)
+    assert result.returncode == 0, result.stderr
     assert len(re.findall(r"\d+ tokens, ", result.stdout)) == 2
     assert "/reset forgets" in result.stdout
 
 
 def test_chat_ends_with_its_input(model: str) -> None:
-    assert (
-        "4 tokens"
-        in ran("chat", "-m", model, "--no-thinking", "--max-tokens", "4", "--system", "Be brief.", stdin="Hi\n").stdout
-    )
+    result = ran("chat", "-m", model, "--no-thinking", "--max-tokens", "4", "--system", "Be brief.", stdin="Hi\n")
+    assert re.search(r"\d tokens", result.stdout)
 
 
 def test_plan_says_what_fits_and_what_does_not(model: str) -> None:
     assert "GPU" in ran("plan", model).stdout
-    refused = legato("plan", model, "--gpus", "1", "--gpu-memory", "0.1")
-    assert refused.returncode == 2 and "cannot run" in refused.stdout
+    refused = invoke("plan", model, "--gpus", "1", "--gpu-memory", "0.1")
+    assert refused.exit_code == 2 and "cannot run" in refused.stdout
 
 
 def test_quantize_writes_a_checkpoint_that_generates(model: str, tmp_path: Path) -> None:
     destination = str(tmp_path / "fp8")
-    assert "relative error" in ran("quantize", model, destination, "-f", "fp8").stdout
-    assert legato("quantize", model, destination, "-f", "fp8").returncode == 2
+    result = legato("quantize", model, destination, "-f", "fp8")
+    assert result.returncode == 0, result.stderr
+    assert "relative error" in result.stdout
+    assert isinstance(invoke("quantize", model, destination, "-f", "fp8").exception, FAULTS)
+    assert ran("quantize", model, destination, "-f", "fp8", "--replace", "--shard-size", "0.5").exit_code == 0
+    assert len(list((tmp_path / "fp8").glob("*.safetensors"))) > 1
     assert ran("generate", "-m", destination, "--max-tokens", "3", "x").stdout.startswith("x")

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from legato.cli import preflight
+from legato.cli.faults import FAULTS
+from legato.config import Config
 from tests.tiny import tiny_config
 from tests.tiny_text import VOCABULARY, save_text_files
 
@@ -121,6 +124,17 @@ def test_unreadable_folder(model: Path) -> None:
         assert "ermission" in refused("generate", "--model", str(model), "x")
     finally:
         model.chmod(0o755)
+
+
+def test_what_cannot_be_read_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without file permissions, which do not bind root."""
+
+    def denied(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(FAULTS, match=r"config\.json: .*Permission denied"):
+        preflight.check(Config(model=str(model)))
 
 
 def test_folder_that_is_a_file(model: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from legato.config import MAX_DRAFTS, PAGE_SIZE, Resolved
-from legato.plan import Admit
+from legato.plan import Admit, PageGrant
 from legato.types import MAX_STOP_TOKEN_IDS
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 8
@@ -27,6 +27,7 @@ class Rows:
         tokens: [M, K_max + 1] int64: the newest token, not yet run through the target, then its drafts.
         lengths: [M] int64: the newest token's position, which is how many positions the target's cache holds.
         max_lengths: [M] int64: prompt plus output never exceed it.
+        capacity: [M] int64 tokens that the row's pages hold; an iteration never emits past it.
         done: [M] bool: finished; the row emits nothing more.
         stop_ids: [M, MAX_STOP_IDS] int64, -1 where unused.
         temperature, top_p, min_p: [M] float32; top_k: [M] int32; seed: [M] int64.
@@ -36,6 +37,7 @@ class Rows:
     tokens: Tensor
     lengths: Tensor
     max_lengths: Tensor
+    capacity: Tensor
     done: Tensor
     stop_ids: Tensor
     temperature: Tensor
@@ -58,6 +60,7 @@ class Rows:
             tokens=zeros(num_rows, MAX_DRAFTS + 1, dtype=torch.int64),
             lengths=zeros(num_rows, dtype=torch.int64),
             max_lengths=zeros(num_rows, dtype=torch.int64),
+            capacity=zeros(num_rows, dtype=torch.int64),
             done=torch.ones(num_rows, dtype=torch.bool, device=device),
             stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
             temperature=zeros(num_rows, dtype=torch.float32),
@@ -89,4 +92,10 @@ class Rows:
         self.min_p[row] = admit.min_p
         self.seed[row] = admit.seed
         self.page_table[row] = 0
-        self.page_table[row, : len(admit.pages)] = torch.tensor(admit.pages, dtype=torch.int32)
+        self.grant(PageGrant(row, 0, admit.pages))
+
+    def grant(self, grant: PageGrant) -> None:
+        """Appends pages to a row and raises its capacity. Raises `RuntimeError` past the end of the page table."""
+        stop = grant.first + len(grant.pages)
+        self.page_table[grant.row, grant.first : stop] = torch.tensor(grant.pages, dtype=torch.int32)
+        self.capacity[grant.row] = stop * PAGE_SIZE

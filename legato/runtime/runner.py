@@ -99,7 +99,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
-        """Writes admissions to the device table and runs the iteration.
+        """Writes admissions and page grants to the device table and runs the iteration.
 
         Everything is issued on one stream, so what this iteration writes is what the next one reads.
         """
@@ -107,6 +107,8 @@ class Runner:
             self.rows.admit(admit)
             self._temperature[admit.row] = admit.temperature
             self._wanted_logprobs[admit.row] = admit.logprobs
+        for grant in plan.grants:
+            self.rows.grant(grant)
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
         greedy = all(self._temperature[row] == 0.0 for row in sampler_rows)
         batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts)

@@ -55,7 +55,8 @@ class Verified:
         logits: [B, R, W] float32.
         sampled: [B, R] int64 the target's own tokens.
         accepted: [B] int64 drafts that agreed with them, before any cut.
-        counts: [B] int64 tokens emitted: accepted + 1, cut at a stop id and at the length limit; 0 for a finished request.
+        counts: [B] int64 tokens emitted: accepted + 1, cut at a stop id, the length limit and the capacity of the row's pages; 0
+            for a finished request and for one that waits for a page.
         done: [B] bool, the request has ended, now or before.
         live: [B] bool, it had not ended before.
     """
@@ -97,7 +98,8 @@ class Iteration:
         sampled = draw(logits, rows, device_rows.reshape(-1), positions.reshape(-1)).view(num_requests, width)
         accepted = verify(sampled, samplers.drafts, samplers.num_drafts)
         limits = rows.max_lengths[samplers.rows] - samplers.base - 1
-        counts, ended = cut(sampled, accepted + 1, rows.stop_ids[samplers.rows], limits)
+        room = rows.capacity[samplers.rows] - samplers.base
+        counts, ended = cut(sampled, accepted + 1, rows.stop_ids[samplers.rows], limits, room)
         live = ~rows.done[samplers.rows]
         return Verified(
             logits=logits.view(num_requests, width, -1),
@@ -151,14 +153,17 @@ class Iteration:
         return torch.stack(drafts, dim=1)
 
 
-def cut(sampled: Tensor, counts: Tensor, stop_ids: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-    """Cuts what was accepted at the first stop id and at the length limit, whichever comes first.
+def cut(sampled: Tensor, counts: Tensor, stop_ids: Tensor, limits: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """Cuts what was accepted at the first stop id, at the length limit and at the end of the row's pages, whichever comes first.
+
+    The end of the pages ends no request: it goes on, with the same tokens, once it has been granted a page.
 
     Args:
         sampled: [B, R] int64 tokens.
         counts: [B] int64, how many of them were accepted.
         stop_ids: [B, *] int64, -1 where unused.
         limits: [B] int64 tokens that may still be emitted (0 or less: none).
+        room: [B] int64 positions that the row's pages can still take (0 or less: none).
 
     Returns:
         [B] int64 counts after the cut, and [B] bool whether the request ends here.
@@ -168,16 +173,17 @@ def cut(sampled: Tensor, counts: Tensor, stop_ids: Tensor, limits: Tensor) -> tu
     is_stop = (sampled[:, :, None] == stop_ids[:, None, :]).any(-1) & (offsets < counts[:, None])
     first_stop = torch.where(is_stop, offsets, torch.full_like(offsets, width)).amin(1)
     stopped = torch.minimum(counts, first_stop + 1)
-    limited = torch.minimum(stopped, limits.clamp(min=0))
+    limited = torch.minimum(stopped, torch.minimum(limits, room).clamp(min=0))
     return limited, (limited >= limits) | ((first_stop < width) & (limited == first_stop + 1))
 
 
 def _advance(rows: Rows, samplers: Samplers, verified: Verified, drafts: Tensor | None) -> None:
-    """Writes the next iteration's inputs: newest token, drafts, length, done flag. A finished row keeps what it has."""
+    """Writes the next iteration's inputs: newest token, drafts, length, done flag. Without an emission a row keeps its own."""
     index, counts = samplers.rows, verified.counts
     newest = verified.sampled.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
     rows.tokens[index, 0] = torch.where(counts > 0, newest, rows.tokens[index, 0])
     if drafts is not None:
-        rows.tokens[index, 1 : drafts.shape[1] + 1] = drafts
+        old = rows.tokens[index, 1 : drafts.shape[1] + 1]
+        rows.tokens[index, 1 : drafts.shape[1] + 1] = torch.where(counts[:, None] > 0, drafts, old)
     rows.lengths[index] = samplers.base + counts
     rows.done[index] = verified.done

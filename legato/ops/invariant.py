@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 #: Rows of one matrix product. With exactly 8 rows the CPU libraries treat every row alike; with 1..7 or 9 they do not.
 ROW_BLOCK = 8
@@ -27,11 +26,16 @@ _VECTOR_CHUNK = 16384
 _VECTOR = 64
 
 
+def float32(x: Tensor) -> Tensor:
+    """`x` itself where it is float32 already; asking is several times cheaper than a conversion that does nothing."""
+    return x if x.dtype is torch.float32 else x.to(torch.float32)
+
+
 def pad_rows(x: Tensor) -> Tensor:
     """`x` [T, K] in float32, contiguous, with zero rows appended up to a multiple of ROW_BLOCK."""
     missing = -x.shape[0] % ROW_BLOCK
-    x = x.to(torch.float32)
-    return functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    x = float32(x)
+    return torch.constant_pad_nd(x, (0, 0, 0, missing)) if missing else x.contiguous()
 
 
 def pack_columns(*weights: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -83,10 +87,11 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] times weight [N, K] (or its `pack_columns`) transposed, in float32 -> [T, N]."""
     rows = x.shape[0]
     padded = pad_rows(x)
-    weight = weight.to(torch.float32)
+    weight = float32(weight)
     blocks = weight if weight.dim() == 3 else column_blocks(weight)
     if padded.shape[0] == ROW_BLOCK:
-        return block_matmul(padded, blocks)[:rows]
+        product = block_matmul(padded, blocks)
+        return product if rows == ROW_BLOCK else product[:rows]
     if not rows:
         return padded.new_zeros(0, blocks.shape[0] * blocks.shape[2])
     return torch.cat([block_matmul(block, blocks) for block in padded.split(ROW_BLOCK)])[:rows]
@@ -98,7 +103,7 @@ def map_elements(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
     width = x.shape[-1]
     missing = -width % _VECTOR
-    padded = functional.pad(x, (0, missing), value=1.0) if missing else x.contiguous()
+    padded = torch.constant_pad_nd(x, (0, missing), 1.0) if missing else x.contiguous()
     if padded.numel() <= _VECTOR_CHUNK:
         mapped = function(padded)
     else:

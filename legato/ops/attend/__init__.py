@@ -14,6 +14,7 @@ from torch import Tensor
 from legato.ops.cache import latent_cache, read_latent_rows
 from legato.ops.cache.layout import latent_row_width
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance
+from legato.ops.invariant import float32
 from legato.ops.op import op
 
 #: Tokens gathered at a time: 16384 rows of 576 float32 are 36 MiB.
@@ -32,7 +33,7 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: f
     included, changes nothing. A row without tokens gives zeros. Raises ValueError for an unknown cache layout.
     Source: arXiv:2405.04434 (MLA), arXiv:2512.02556 (sparse selection).
     """
-    queries = q.to(torch.float32)
+    queries = float32(q)
     out = torch.zeros(*q.shape[:2], latent_dim, device=q.device)
     for rows, width in _tiles(slots, counts):
         tokens, mask, empty = _selected(cache, slots[rows, :width], counts[rows])
@@ -88,11 +89,9 @@ def _tiles(slots: Tensor, counts: Tensor) -> list[tuple[slice, int]]:
 
 
 def _selected(cache: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (tokens [t, S, C+R], True where an entry does not count [t, 1, S], True where no entry of a row counts [t, 1,
-    1]).
+    """-> (tokens [t, S, C+R], True at entries that do not count [t, 1, S], True for rows without any that does [t, 1, 1]).
 
-    An entry that does not count reads a token of its own row that does, so that no stray number, a NaN least of all,
-    gets in.
+    An entry that does not count reads a token of its own row that does: no stray number gets in, a NaN least of all.
     """
     beyond = torch.arange(slots.shape[1], device=slots.device) >= counts.unsqueeze(1)
     counted = slots.masked_fill(beyond, -1)

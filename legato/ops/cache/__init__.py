@@ -28,6 +28,7 @@ from legato.ops.cache.layout import (
     quantize_groups,
 )
 from legato.ops.case import EXACT, Case, Draw
+from legato.ops.invariant import float32
 from legato.ops.op import op
 
 
@@ -75,7 +76,7 @@ def read_latent_rows(cache: Tensor, slots: Tensor) -> Tensor:
     check_latent_cache(cache, latent_row_width(cache))
     rows = cache.view(-1, cache.shape[-1]).index_select(0, slots)
     if cache.dtype != torch.uint8:
-        return rows.to(torch.float32)
+        return float32(rows)
     codes = rows[:, :LATENT_WIDTH].unflatten(1, (-1, LATENT_GROUP))
     scales = rows[:, LATENT_WIDTH : LATENT_BYTES - 2 * LATENT_ROPE].view(torch.float32).unsqueeze(-1)
     latent = (e4m3_to_float(codes.view(torch.float8_e4m3fn)) * scales).flatten(1)

@@ -15,7 +15,16 @@ from torch import Tensor
 from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
-from legato.ops.invariant import ROW_BLOCK, block_matmul, column_blocks, map_elements, matmul, pack_columns, pad_rows
+from legato.ops.invariant import (
+    ROW_BLOCK,
+    block_matmul,
+    column_blocks,
+    float32,
+    map_elements,
+    matmul,
+    pack_columns,
+    pad_rows,
+)
 from legato.ops.op import Op, op
 from legato.ops.pointwise import swiglu
 
@@ -50,7 +59,7 @@ def moe_bf16(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -
     up rows) and w2 [E, D, F] bfloat16 or float32, as stored or as `moe_bf16.pack` made them -> [T, D] in x's dtype.
     Only experts that some row chose are computed.
     """
-    return _moe(x, ids, weights, lambda run: (w13[run].to(torch.float32), w2[run].to(torch.float32)))
+    return _moe(x, ids, weights, lambda run: (float32(w13[run]), float32(w2[run])))
 
 
 @op
@@ -120,7 +129,7 @@ def moe_int4(
 
 def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights) -> Tensor:
     """Each expert takes its rows eight at a time; then every row sums its choices in order."""
-    rows = x.to(torch.float32)
+    rows = float32(x)
     num_rows, width = rows.shape
     choices = ids.shape[1]
     chosen: list[int] = ids.reshape(-1).tolist()

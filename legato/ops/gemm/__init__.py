@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
-from legato.ops.invariant import ROW_BLOCK, matmul, pack_columns
+from legato.ops.invariant import ROW_BLOCK, float32, matmul, pack_columns
 from legato.ops.op import Op, op
 
 
 def _linear(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     product = matmul(x, weight)
     if residual is not None:
-        product = product + residual.to(torch.float32)
-    return product.to(x.dtype)
+        product = product + float32(residual)
+    return product if x.dtype is torch.float32 else product.to(x.dtype)
 
 
 @op(pack=pack_columns)
@@ -75,11 +74,14 @@ def linear_heads(x: Tensor, weight: Tensor) -> Tensor:
     The two products of absorbed attention: the query into latent space with w_uk.transpose(1, 2) [H, C, N], the output
     out of it with w_uv [H, V, C].
     """
-    columns = weight.to(torch.float32).transpose(1, 2)
-    rows = x.to(torch.float32)
-    padded = functional.pad(rows, (0, 0, 0, 0, 0, -x.shape[0] % ROW_BLOCK)).transpose(0, 1)
-    products = [torch.bmm(block, columns).transpose(0, 1) for block in padded.split(ROW_BLOCK, dim=1)]
-    return torch.cat(products)[: x.shape[0]].to(x.dtype)
+    columns = float32(weight).transpose(1, 2)
+    missing = -x.shape[0] % ROW_BLOCK
+    rows = torch.constant_pad_nd(float32(x), (0, 0, 0, 0, 0, missing)).transpose(0, 1)
+    if rows.shape[1] == ROW_BLOCK:
+        products = torch.bmm(rows, columns).transpose(0, 1)
+    else:
+        products = torch.cat([torch.bmm(block, columns).transpose(0, 1) for block in rows.split(ROW_BLOCK, dim=1)])
+    return products[: x.shape[0]].to(x.dtype)
 
 
 def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:

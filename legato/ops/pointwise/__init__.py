@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance
-from legato.ops.invariant import map_elements
+from legato.ops.invariant import float32, map_elements
 from legato.ops.op import Op, op
 
 
@@ -23,7 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x [..., D], weight [D] -> [..., D] in x's dtype, computed in float32 and rounded once at the end.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return functional.rms_norm(x.to(torch.float32), weight.shape, weight.to(torch.float32), eps).to(x.dtype)
+    normed = functional.rms_norm(float32(x), weight.shape, float32(weight), eps)
+    return normed if x.dtype is torch.float32 else normed.to(x.dtype)
 
 
 @op
@@ -33,8 +34,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     x [..., X], weight and bias [X] -> [..., X] in x's dtype, computed in float32. Source: Ba et al. 2016,
     arXiv:1607.06450.
     """
-    weight, bias = weight.to(torch.float32), bias.to(torch.float32)
-    return functional.layer_norm(x.to(torch.float32), weight.shape, weight, bias, eps).to(x.dtype)
+    return functional.layer_norm(float32(x), weight.shape, float32(weight), float32(bias), eps).to(x.dtype)
 
 
 @op
@@ -87,8 +87,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     gate_up [T, 2F] -> [T, F] in its dtype, computed in float32; no clamp. Source: Shazeer 2020, arXiv:2002.05202.
     """
-    gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
-    return (map_elements(functional.silu, gate) * up).to(gate_up.dtype)
+    gate, up = float32(gate_up).chunk(2, dim=-1)
+    product = map_elements(functional.silu, gate) * up
+    return product if gate_up.dtype is torch.float32 else product.to(gate_up.dtype)
 
 
 def _norm_case(rows: int, width: int, dtype: torch.dtype) -> Case:

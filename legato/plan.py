@@ -8,7 +8,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from legato.types import TokenLogprob
+from legato.types import Grammar, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What changes a request's logits before they are sampled; only requests that ask for any of it have one.
+
+    Attributes:
+        prompt, generated: all tokens of the request that are known at admission (`generated` after a preemption only).
+        min_length: end ids are impossible at positions before it.
+        bias: token ids and what is added to their logits; -inf takes a token away.
+        allowed: the only tokens there are, or `None`.
+        grammar: what the generated text must match.
+    """
+
+    prompt: tuple[int, ...]
+    generated: tuple[int, ...]
+    presence: float
+    frequency: float
+    repetition: float
+    min_length: int
+    bias: tuple[tuple[int, float], ...]
+    allowed: tuple[int, ...] | None
+    grammar: Grammar | None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the logits depend on which tokens have come before."""
+        return self.presence != 0 or self.frequency != 0 or self.repetition != 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +51,9 @@ class Admit:
         stop_ids: token ids that end the request.
         seed: of the sampling noise.
         logprobs: alternatives wanted beside each token's log-probability, -1 for none at all.
+        prompt_logprobs: the same for the tokens of the prompt.
+        num_drafts: drafts that this request verifies; `None`: as many as the engine makes. 0 is plain decoding.
+        controls: penalties, bias, bans and grammar, for a request that has any.
     """
 
     row: int
@@ -35,6 +66,9 @@ class Admit:
     min_p: float
     seed: int
     logprobs: int
+    prompt_logprobs: int = -1
+    num_drafts: int | None = None
+    controls: Controls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +132,18 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens from position `start` on, from one chunk of a row's prompt."""
+
+    row: int
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What an iteration brought: one emission per row that sampled (decodes and last chunks)."""
 
     epoch: int
     emissions: tuple[Emission, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

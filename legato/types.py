@@ -6,9 +6,11 @@ scheduling; everyone may import it.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end or stop token (or a stop string); `length`: `max_tokens` or the context is used up; `abort`: cancelled."""
@@ -22,6 +24,27 @@ class ParameterError(ValueError):
         self.name = name
 
 
+MAX_STOP_TOKEN_IDS = 8
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+BAN = -100.0
+"""The lowest `logit_bias`: it takes the token away altogether."""
+
+GrammarKind = Literal["json_schema", "regex", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the generated text must match: a JSON schema (as JSON text), a regular expression, or a grammar in Lark notation.
+
+    `after`: a token id; the grammar holds from the token behind its first appearance. `None`: from the first token.
+    """
+
+    kind: GrammarKind
+    text: str
+    after: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled and when it stops.
@@ -30,13 +53,33 @@ class SamplingParams:
     tokens whose probability is at least `min_p` times that of the most likely one. The filters apply in the order top_k, top_p,
     min_p. With the same `seed` a prompt gives the same tokens, whatever is in the batch and however many drafts are used.
 
+    Before temperature and filters the logits are changed in this order: `repetition_penalty`, `frequency_penalty` and
+    `presence_penalty`, `logit_bias`, then tokens are taken away by `allowed_token_ids`, `bad_token_ids`, `min_tokens` and the
+    grammar. Where that would leave no token at all, everything but the grammar is ignored for that token.
+
     Attributes:
         max_tokens: most tokens to generate; `None` means up to the context length.
         seed: of the sampling noise; `None` draws a fresh one.
         stop: strings that end the text; the text ends before the one that is completed first.
         stop_token_ids: ids that end the text besides the checkpoint's own end tokens (at most 8).
         ignore_eos: go on past the checkpoint's end tokens (for benchmarks).
-        logprobs: `None`, or how many alternatives to report beside each chosen token's log-probability (0..20).
+        logprobs: `None`, or how many alternatives to report beside each chosen token's log-probability (0..20). They are of the
+            model's own distribution: temperature 1, before penalties, bias, grammar and filters.
+        prompt_logprobs: the same for the tokens of the prompt, all but the first.
+        n: how many samples of each prompt (1..128), for `LLM.generate`. The first uses `seed`, the others seeds derived from it.
+        min_tokens: end and stop ids are impossible before this many tokens. A stop string still ends the text.
+        presence_penalty: taken from the logit of every token generated so far (-2..2).
+        frequency_penalty: taken from a token's logit for every time it was generated so far (-2..2).
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or generated so far
+            (above 0, up to 10; 1 is off).
+        logit_bias: token id to a value in -100..100 that is added to its logit; -100 takes the token away.
+        allowed_token_ids: the only tokens that may be generated, or `None`.
+        bad_token_ids: tokens that may not be generated.
+        json_schema: JSON text or a mapping; the text is JSON that fits it, with at most 40 characters of whitespace in a row.
+        regex: the whole text matches it.
+        grammar: the whole text is a `start` of this grammar, in llguidance's Lark notation. At most one of these three.
+        grammar_after: token id; the grammar holds behind its first appearance only. `LLM.chat` sets it when the answer starts
+            with reasoning.
 
     Raises:
         ParameterError: a field is out of its range; the message names it.
@@ -52,36 +95,119 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[int, ...] = ()
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    grammar_after: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ParameterError("max_tokens", f"must be at least 1, got {self.max_tokens}")
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise ParameterError("temperature", f"must be between 0 and 100, got {self.temperature}")
-        if self.top_k < 0:
-            raise ParameterError("top_k", f"must be 0 (off) or positive, got {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
+        for name, lowest, highest, what in _WHOLE:
+            _check_whole(name, getattr(self, name), lowest, highest, what)
+        for name, lowest, highest, what in _REAL:
+            _check_real(name, getattr(self, name), lowest, highest, what)
+        if not self.top_p > 0:
             raise ParameterError("top_p", f"must be above 0 and at most 1, got {self.top_p}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ParameterError("min_p", f"must be between 0 and 1, got {self.min_p}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ParameterError("seed", f"must be between 0 and 2^63 - 1, got {self.seed}")
-        if isinstance(self.stop, str):
+        if not self.repetition_penalty > 0:
+            raise ParameterError("repetition_penalty", f"must be above 0 and at most 10, got {self.repetition_penalty}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}")
+        if isinstance(self.stop, str) or any(not isinstance(text, str) for text in self.stop):
             raise ParameterError("stop", "must be a tuple of strings, not one string")
         if any(not text for text in self.stop):
             raise ParameterError("stop", "an empty string would stop at once")
+        self._check_ids()
+        self._check_grammar()
+
+    def _check_ids(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                _check_whole(name, token, 0, None, "ids cannot be negative")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ParameterError(
                 "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids are supported, got {len(self.stop_token_ids)}"
             )
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ParameterError("stop_token_ids", f"ids cannot be negative, got {min(self.stop_token_ids)}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ParameterError("logprobs", f"must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}")
+        for token, bias in self.logit_bias.items():
+            _check_real("logit_bias", bias, BAN, -BAN, f"the value for token {token} must be between -100 and 100")
+        if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.bad_token_ids):
+            raise ParameterError("allowed_token_ids", "leaves no token to generate")
+
+    def _check_grammar(self) -> None:
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ParameterError(given[1], f"cannot be combined with {given[0]}: give one of them")
+        if not given:
+            if self.grammar_after is not None:
+                raise ParameterError("grammar_after", "needs json_schema, regex or grammar")
+            return
+        if self.ignore_eos:
+            raise ParameterError(
+                "ignore_eos", f"cannot be combined with {given[0]}, which decides where the text may end"
+            )
+        value = getattr(self, given[0])
+        if not (isinstance(value, str) or (given[0] == "json_schema" and isinstance(value, Mapping))):
+            raise ParameterError(given[0], f"must be text, got {type(value).__name__}")
+        try:
+            _ = self.constraint
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ParameterError(given[0], f"is not valid JSON ({error})") from error
+
+    @property
+    def constraint(self) -> Grammar | None:
+        """The one grammar that is asked for, if any."""
+        if self.json_schema is not None:
+            schema = json.loads(self.json_schema) if isinstance(self.json_schema, str) else dict(self.json_schema)
+            return Grammar("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False), self.grammar_after)
+        if self.regex is not None:
+            return Grammar("regex", self.regex, self.grammar_after)
+        return None if self.grammar is None else Grammar("grammar", self.grammar, self.grammar_after)
 
 
-MAX_STOP_TOKEN_IDS = 8
-MAX_LOGPROBS = 20
+_WHOLE: tuple[tuple[str, int, int | None, str], ...] = (
+    ("max_tokens", 1, None, "must be at least 1"),
+    ("top_k", 0, 2**31 - 1, "must be 0 (off) or positive"),
+    ("seed", 0, 2**63 - 1, "must be between 0 and 2^63 - 1"),
+    ("logprobs", 0, MAX_LOGPROBS, f"must be between 0 and {MAX_LOGPROBS}"),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, f"must be between 0 and {MAX_LOGPROBS}"),
+    ("n", 1, MAX_SAMPLES, f"must be between 1 and {MAX_SAMPLES}"),
+    ("min_tokens", 0, None, "cannot be negative"),
+    ("grammar_after", 0, None, "ids cannot be negative"),
+)
+"""Whole-number fields: name, lowest, highest, what is allowed. `None` passes where it is a field's default."""
+
+_REAL = (
+    ("temperature", 0.0, 100.0, "must be between 0 and 100"),
+    ("top_p", 0.0, 1.0, "must be above 0 and at most 1"),
+    ("min_p", 0.0, 1.0, "must be between 0 and 1"),
+    ("presence_penalty", -2.0, 2.0, "must be between -2 and 2"),
+    ("frequency_penalty", -2.0, 2.0, "must be between -2 and 2"),
+    ("repetition_penalty", 0.0, 10.0, "must be above 0 and at most 10"),
+)
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "grammar_after")
+
+
+def _check_whole(name: str, value: object, lowest: int, highest: int | None, what: str) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParameterError(name, f"must be a whole number, got {value!r}")
+    if value < lowest or (highest is not None and value > highest):
+        raise ParameterError(name, f"{what}, got {value}")
+
+
+def _check_real(name: str, value: object, lowest: float, highest: float, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ParameterError(name, f"must be a number, got {value!r}")
+    if not lowest <= value <= highest:
+        raise ParameterError(name, f"{what}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +221,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished generation: `text` and `token_ids` end at the stop; `logprobs` (if asked for) has one entry per token id."""
+    """One finished generation: `text` and `token_ids` end at the stop; `logprobs` (if asked for) has one entry per token id.
+
+    `prompt_logprobs` (if asked for) has one entry per token of the prompt: `None` for the first, which nothing precedes.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,17 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine is asked to do: `prompt` token ids, how to sample, and the ids that end it (checkpoint's and user's)."""
+    """What the engine is asked to do: `prompt` token ids, how to sample, and the ids that end it (checkpoint's and user's).
+
+    `num_drafts`: how many drafts it verifies per iteration; `None`: as many as the engine makes.
+    """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...]
     seed: int
+    num_drafts: int | None = None
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from legato.plan import Admit, Emission, Extend, Outcome, Plan
+from legato.plan import Admit, Emission, Extend, Outcome, Plan, PromptLogprobs
+from legato.schedule.controls import controls_of
 from legato.schedule.pool import Pool
 from legato.schedule.request import Request, RequestError, Sequence
 from legato.types import FinishReason, TokenLogprob
@@ -36,6 +37,9 @@ class Progress:
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    accepted: int = 0
+    drafted: int = 0
 
 
 class Scheduler:
@@ -137,6 +141,10 @@ class Scheduler:
     def settle(self, outcome: Outcome) -> list[Progress]:
         """Takes in what an iteration brought, and frees what only it could still touch."""
         progress: list[Progress] = []
+        for some in outcome.prompt_logprobs:
+            sequence = self._running.get(some.row)
+            if sequence is not None:
+                progress.append(Progress(sequence.request.id, (), None, prompt_logprobs=some))
         for emission in outcome.emissions:
             sequence = self._running.get(emission.row)
             if sequence is None:
@@ -153,13 +161,22 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, emission: Emission) -> list[Progress]:
         sequence.output.extend(emission.tokens)
-        if not emission.done:
-            return [Progress(sequence.request.id, emission.tokens, None, emission.logprobs)] if emission.tokens else []
-        reason: FinishReason = (
-            "stop" if emission.tokens and emission.tokens[-1] in sequence.request.stop_ids else "length"
+        reason: FinishReason | None = None
+        if emission.done:
+            is_stop = bool(emission.tokens) and emission.tokens[-1] in sequence.request.stop_ids
+            reason = "stop" if is_stop else "length"
+            self._release(sequence)
+        elif not emission.tokens:
+            return []
+        progress = Progress(
+            sequence.request.id,
+            emission.tokens,
+            reason,
+            emission.logprobs,
+            accepted=emission.accepted,
+            drafted=emission.drafted,
         )
-        self._release(sequence)
-        return [Progress(sequence.request.id, emission.tokens, reason, emission.logprobs)]
+        return [progress]
 
     def _pages_needed(self, sequence: Sequence) -> int:
         """Rows of rejected drafts reach at most K positions past the last token."""
@@ -182,6 +199,9 @@ class Scheduler:
             min_p=params.min_p,
             seed=request.seed,
             logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            num_drafts=request.num_drafts,
+            controls=controls_of(request, sequence.output),
         )
 
     def _extend(self, sequence: Sequence, budget: int) -> Extend:

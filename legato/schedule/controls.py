@@ -1,0 +1,33 @@
+"""From a request's parameters to the controls that its device row needs: penalties, bias, bans and grammar.
+
+Owns the rule that decides whether a request needs any. Called by the scheduler at admission.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from legato.plan import Controls
+from legato.schedule.request import Request
+from legato.types import BAN
+
+
+def controls_of(request: Request, generated: Sequence[int]) -> Controls | None:
+    """Controls of a request that has already generated some tokens; `None` when its logits are sampled as they are."""
+    params, prompt = request.params, request.prompt
+    bias = {token: -math.inf if value == BAN else float(value) for token, value in params.logit_bias.items()}
+    bias |= dict.fromkeys(params.bad_token_ids, -math.inf)
+    controls = Controls(
+        prompt=prompt,
+        generated=tuple(generated),
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repetition=params.repetition_penalty,
+        min_length=len(prompt) + params.min_tokens,
+        bias=tuple(bias.items()),
+        allowed=params.allowed_token_ids,
+        grammar=params.constraint,
+    )
+    needed = controls.counts_tokens or bias or controls.allowed is not None or controls.grammar or params.min_tokens
+    return controls if needed else None

@@ -8,8 +8,12 @@ import torch
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Iterator[None]:
+    """Inference mode on one thread: the cases are small, and a second thread waits for its core more than it works."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -26,6 +26,14 @@ def test_implementation_agrees_with_its_reference(case: Case, target: str, unini
         assert case.mismatch(found, expected) is None, f"seed {seed}: {case.mismatch(found, expected)}"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", [case for case in cases() if case.on == "any"], ids=lambda case: case.name)
+def test_reference_on_a_gpu_agrees_with_the_cpu(case: Case) -> None:
+    found = case.outputs(case.op.reference, case.inputs("cuda"))
+    assert case.mismatch(found, case.outputs(case.op.reference, case.inputs("cpu"))) is None
+
+
 def test_every_op_has_a_case_and_names_are_unique() -> None:
     listed = cases()
     assert {case.op.name for case in listed} == {declared.name for declared in registered()}

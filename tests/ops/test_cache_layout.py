@@ -152,6 +152,18 @@ def test_attention_sees_nothing_but_what_is_selected(dtype: torch.dtype) -> None
     assert not clean[2].any() and not clean.isnan().any()
 
 
+def test_a_bad_token_spoils_only_the_rows_that_select_it() -> None:
+    """Rows that share a beginning, the last of them reaching a token that is not a number."""
+    generator = torch.Generator().manual_seed(2)
+    cache = torch.randn(1, 64, 576, generator=generator)
+    slots = torch.arange(8, dtype=torch.int32).expand(3, 8)
+    counts, q = torch.tensor([6, 7, 8]), torch.randn(3, 4, 576, generator=generator)
+    clean = ops.sparse_mla(q, cache, slots, counts, 0.0625, 512)
+    cache[0, 7] = math.nan
+    found = ops.sparse_mla(q, cache, slots, counts, 0.0625, 512)
+    assert torch.equal(found[:2], clean[:2]) and found[2].isnan().all()
+
+
 def test_absorbed_and_expanded_attention_agree() -> None:
     generator = torch.Generator().manual_seed(1)
     cache = torch.randn(2, 64, 48, generator=generator, dtype=torch.float32)

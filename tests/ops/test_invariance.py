@@ -150,6 +150,15 @@ def _sparse_mla_tiny(draw: Draw) -> Rowwise:
     return Rowwise(rows, lambda q, s, c: ops.sparse_mla(q, cache, s, c, 0.158, 32))
 
 
+def _sparse_mla_beginnings(draw: Draw) -> Rowwise:
+    """Every row takes a beginning of one list, as the rows of a short request do."""
+    cache, whole = latent_cache(draw, torch.float32), draw.distinct(256, 384)
+    counts = draw.integers(POOL, low=0, high=257)
+    slots = torch.where(torch.arange(256) < counts[:, None], whole, -1).to(torch.int32)
+    rows = draw.normal(POOL, 4, 576, scale=0.5), slots, counts
+    return Rowwise(rows, lambda q, s, c: ops.sparse_mla(q, cache, s, c, 0.0625, 512))
+
+
 def _sparse_mha(draw: Draw) -> Rowwise:
     cache, kv_b = latent_cache(draw, torch.float32), draw.normal(4, 96, 512, scale=0.05)
     rows = draw.normal(POOL, 4, 128), draw.integers(POOL, 16, low=0, high=384), draw.integers(POOL, low=0, high=17)
@@ -259,6 +268,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     "sparse_mla bfloat16": _sparse_mla(torch.bfloat16, 8, 64),
     "sparse_mla uint8": _sparse_mla(torch.uint8, 4, 64),
     "sparse_mla tiny": _sparse_mla_tiny,
+    "sparse_mla beginnings": _sparse_mla_beginnings,
     "sparse_mha": _sparse_mha,
     "scores float32": _scores(torch.float32),
     "scores uint8": _scores(torch.uint8),

@@ -97,9 +97,26 @@ def _selected(cache: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Ten
     counted = slots.masked_fill(beyond, -1)
     mask = counted < 0
     stand_in = counted.amax(1, keepdim=True)
-    flat = torch.where(mask, stand_in.clamp_min(0), counted).reshape(-1)
-    tokens = read_latent_rows(cache, flat).view(*slots.shape, -1)
+    filled = torch.where(mask, stand_in.clamp_min(0), counted)
+    tokens = _shared_tokens(cache, filled, mask, counts)
+    if tokens is None:
+        tokens = read_latent_rows(cache, filled.reshape(-1)).view(*slots.shape, -1)
     return tokens, mask.unsqueeze(1), (stand_in < 0).unsqueeze(1)
+
+
+def _shared_tokens(cache: Tensor, filled: Tensor, mask: Tensor, counts: Tensor) -> Tensor | None:
+    """The tokens [t, S, C+R] as one gathered row, where every row's selection is a beginning of the longest one's.
+
+    So it is while a request is no longer than the selection is wide. Then an entry that does not count reads a token of
+    the longest row, which is harmless if that is finite: its probability is exactly zero.
+    """
+    if filled.device.type != "cpu" or filled.shape[0] == 1:
+        return None
+    longest = filled[int(counts.argmax())]
+    if not bool((mask | (filled == longest)).all()):
+        return None
+    tokens = read_latent_rows(cache, longest)
+    return tokens.expand(filled.shape[0], -1, -1) if bool(tokens.sum().isfinite()) else None
 
 
 def _probabilities(scores: Tensor, mask: Tensor, scale: float) -> Tensor:

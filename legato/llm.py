@@ -102,7 +102,7 @@ class LLM:
         """Completes prompts together, as one batch.
 
         Args:
-            prompts: one text, or a list of texts and lists of token ids.
+            prompts: one text or list of token ids, or a list of such prompts.
             params: for all prompts, or one for each; the default samples at temperature 1 up to the context length.
 
         Returns:
@@ -111,7 +111,7 @@ class LLM:
         Raises:
             ParameterError, RequestError: a prompt or parameter cannot be served; nothing has run then.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch = _batch(prompts)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise ParameterError("params", f"{len(each)} for {len(batch)} prompts: give one, or one for each")
@@ -198,6 +198,15 @@ class LLM:
                 self._engine.abort(reply.id)
         while self._engine.has_work:
             self._engine.turn()
+
+
+def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a call; a single text or list of token ids is a batch of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from legato.config import Config, from_environment
 from legato.engine.start import open_checkpoint, start

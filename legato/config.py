@@ -27,7 +27,8 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The two paged caches. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at
+    """The two paged caches. `latent`: "auto" is bfloat16 on a GPU and float32 on a CPU, where converting costs more than the
+    memory. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at
     most 64 Ki tokens on a CPU."""
 
     latent: LatentFormat = "auto"
@@ -143,7 +144,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
     return Resolved(
         device=device,
         dtype="float32" if execution.dtype == "auto" else execution.dtype,
-        latent="bfloat16" if config.cache.latent == "auto" else config.cache.latent,
+        latent=("float32" if on_cpu else "bfloat16") if config.cache.latent == "auto" else config.cache.latent,
         index="fp8" if config.cache.index == "auto" else config.cache.index,
         num_drafts=(5 if has_mtp else 0) if config.num_drafts is None else config.num_drafts,
         max_running=schedule.max_running,

@@ -65,22 +65,13 @@ def column_blocks(weight: Tensor) -> Tensor:
 
 
 def block_matmul(rows: Tensor, blocks: Tensor) -> Tensor:
-    """The product of eight rows with one or more matrices given as column blocks.
+    """The product of one block of rows with a matrix given as column blocks: [m, K] times [N/b, K, b] -> [m, N].
 
-    rows [8, K] times the blocks [N/b, K, b] of one matrix -> [8, N]; rows [n, 8, K] times those of n matrices -> [n, 8, N].
+    Callers always pass the same m: only then is a row's result independent of its neighbours.
     """
-    count, depth, width = blocks.shape
-    batch = rows.shape[0] if rows.dim() == 3 else 1
-    each = count // batch
-    if rows.dim() == 2 or rows.stride(0) == 0:
-        shared = rows if rows.dim() == 2 else rows[0]
-        products = torch.bmm(shared.expand(count, ROW_BLOCK, depth), blocks)
-    else:
-        # Matrix by matrix: repeating the rows once per block would copy more than the product reads.
-        products = rows.new_empty(count, ROW_BLOCK, width)
-        for own, matrix, out in zip(rows, blocks.split(each), products.split(each), strict=True):
-            torch.bmm(own.expand(each, ROW_BLOCK, depth), matrix, out=out)
-    return products.view(batch, each, ROW_BLOCK, width).transpose(1, 2).reshape(*rows.shape[:-1], each * width)
+    count, _, width = blocks.shape
+    products = torch.bmm(rows.expand(count, *rows.shape), blocks)
+    return products.transpose(0, 1).reshape(rows.shape[0], count * width)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -15,24 +15,15 @@ from torch import Tensor
 from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
-from legato.ops.invariant import (
-    ROW_BLOCK,
-    block_matmul,
-    column_blocks,
-    float32,
-    map_elements,
-    matmul,
-    pack_columns,
-    pad_rows,
-)
+from legato.ops.invariant import block_matmul, column_blocks, float32, map_elements, matmul, pack_columns
 from legato.ops.op import Op, op
 from legato.ops.pointwise import swiglu
 
 #: The weights of a range of experts in float32: (w13 [n, 2F, D], w2 [n, D, F]).
 ExpertWeights = Callable[[slice], tuple[Tensor, Tensor]]
 
-#: Neighbouring experts computed as one product, at most.
-_RUN = 16
+#: Rows of one expert's product: an expert sees few of the rows that are verified together.
+EXPERT_ROWS = 4
 
 
 @op
@@ -128,26 +119,26 @@ def moe_int4(
 
 
 def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights) -> Tensor:
-    """Each expert takes its rows eight at a time; then every row sums its choices in order."""
+    """Each expert takes its rows in blocks of four; then every row sums its choices in order."""
     rows = float32(x)
     num_rows, width = rows.shape
     choices = ids.shape[1]
     chosen: list[int] = ids.reshape(-1).tolist()
-    pairs: dict[int, list[int]] = {}
-    for pair, expert in enumerate(chosen):
-        if expert >= 0:
-            pairs.setdefault(expert, []).append(pair)
-    places = [0] * len(chosen)
+    blocks = _blocks_of_pairs(chosen)
+    # Where an expert has fewer rows left than a block, its first row fills the rest; those results are not read.
+    picked = [some[at if at < len(some) else 0] // choices for _, some in blocks for at in range(EXPERT_ROWS)]
+    if not blocks:
+        return torch.zeros_like(x)
+    inputs = rows.index_select(0, torch.tensor(picked, device=rows.device)).split(EXPERT_ROWS)
     outputs = [rows.new_zeros(1, width)]  # place 0: what a masked choice adds
-    for wave, runs in enumerate(_waves(pairs, num_rows)):
-        for run in runs:
-            block, members = _rows_of_run(rows, pairs, run, wave, choices)
-            first = sum(len(output) for output in outputs)
-            for pair, place in members:
-                places[pair] = first + place
-            w13, w2 = expert_weights(slice(run[0], run[-1] + 1))
-            hidden = swiglu.reference(block_matmul(block, _blocks(w13)))
-            outputs.append(block_matmul(hidden, _blocks(w2)).view(-1, width))
+    places = [0] * len(chosen)
+    held, w13, w2 = -1, rows, rows
+    for number, ((expert, some), block) in enumerate(zip(blocks, inputs, strict=True)):
+        if expert != held:
+            held, (w13, w2) = expert, map(_columns, expert_weights(slice(expert, expert + 1)))
+        outputs.append(block_matmul(swiglu.reference(block_matmul(block, w13)), w2))
+        for at, pair in enumerate(some):
+            places[pair] = 1 + EXPERT_ROWS * number + at
     gathered = torch.cat(outputs).index_select(0, torch.tensor(places, device=rows.device))
     terms = gathered.view(num_rows, choices, width) * weights.unsqueeze(-1)
     total = terms[:, 0]
@@ -156,44 +147,22 @@ def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights)
     return total.to(x.dtype)
 
 
-def _blocks(weights: Tensor) -> Tensor:
+def _blocks_of_pairs(chosen: list[int]) -> list[tuple[int, list[int]]]:
+    """Pairs (row, choice) by their expert, at most EXPERT_ROWS at a time: [(expert, pairs)], by ascending expert."""
+    pairs: dict[int, list[int]] = {}
+    for pair, expert in enumerate(chosen):
+        if expert >= 0:
+            pairs.setdefault(expert, []).append(pair)
+    return [
+        (expert, members[first : first + EXPERT_ROWS])
+        for expert, members in sorted(pairs.items())
+        for first in range(0, len(members), EXPERT_ROWS)
+    ]
+
+
+def _columns(weights: Tensor) -> Tensor:
+    """One expert's matrix as column blocks: packed already, or seen so."""
     return weights.flatten(0, 1) if weights.dim() == 4 else column_blocks(weights)
-
-
-def _waves(pairs: dict[int, list[int]], num_rows: int) -> list[list[list[int]]]:
-    """Wave w holds the experts with more than 8 w rows, as runs of neighbouring ids; a run is one product.
-
-    Where all rows fit one block every expert computes that block, whichever of its rows it was chosen by.
-    """
-    waves: list[list[list[int]]] = []
-    remaining = sorted(pairs)
-    while remaining:
-        runs: list[list[int]] = []
-        for expert in remaining:
-            if runs and runs[-1][-1] == expert - 1 and len(runs[-1]) < _RUN:
-                runs[-1].append(expert)
-            else:
-                runs.append([expert])
-        waves.append(runs)
-        if num_rows <= ROW_BLOCK:
-            break
-        remaining = [expert for expert in remaining if len(pairs[expert]) > ROW_BLOCK * len(waves)]
-    return waves
-
-
-def _rows_of_run(
-    rows: Tensor, pairs: dict[int, list[int]], run: list[int], wave: int, choices: int
-) -> tuple[Tensor, list[tuple[int, int]]]:
-    """-> (rows [n, 8, D] for the n experts of a run, [(pair, which of the 8 n results is its)])."""
-    if rows.shape[0] <= ROW_BLOCK:
-        block = pad_rows(rows).expand(len(run), ROW_BLOCK, rows.shape[1])
-        return block, [(pair, ROW_BLOCK * at + pair // choices) for at, e in enumerate(run) for pair in pairs[e]]
-    taken = [pairs[expert][ROW_BLOCK * wave : ROW_BLOCK * (wave + 1)] for expert in run]
-    members = [(pair, ROW_BLOCK * at + row) for at, some in enumerate(taken) for row, pair in enumerate(some)]
-    # Where an expert has fewer than eight rows left, the block is filled with its first one; those results are not
-    # read.
-    picked = [some[row if row < len(some) else 0] // choices for some in taken for row in range(ROW_BLOCK)]
-    return rows.index_select(0, torch.tensor(picked, device=rows.device)).view(len(run), ROW_BLOCK, -1), members
 
 
 def _stored(name: str, draw: Draw, sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ Joins the text side (tokenizer, chat template, stop strings) with the engine. Ca
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, cast
 from legato.config import Config, from_environment
 from legato.engine.start import open_checkpoint, start
 from legato.model.checkpoint import Progress, no_progress
+from legato.runtime.grammar import Grammars, Vocabulary
 from legato.schedule import Progress as RequestProgress
 from legato.schedule import Request
 from legato.server.chat import ChatPrompt, ChatTemplate
@@ -21,6 +23,7 @@ from legato.server.stream import TextStream
 from legato.server.text import Tokenizer
 from legato.types import Completion, Delta, FinishReason, ParameterError, SamplingParams, Stats, TokenLogprob
 
+END_OF_REASONING = "</think>"
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -62,6 +65,7 @@ class LLM:
         self.spec, self.settings = started.spec, started.settings
         self._engine = started.engine
         self._template: ChatTemplate | None = None
+        self._grammars: Grammars | None = None
         self._ids = itertools.count()
 
     @property
@@ -106,7 +110,7 @@ class LLM:
             params: for all prompts, or one for each; the default samples at temperature 1 up to the context length.
 
         Returns:
-            One completion per prompt, in order.
+            `n` completions per prompt, in order: all of the first prompt, then all of the second.
 
         Raises:
             ParameterError, RequestError: a prompt or parameter cannot be served; nothing has run then.
@@ -115,7 +119,12 @@ class LLM:
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
             raise ParameterError("params", f"{len(each)} for {len(batch)} prompts: give one, or one for each")
-        return self._complete([self.encode(prompt) for prompt in batch], each)
+        prompts_and_params = [
+            (ids, sample)
+            for ids, settings in zip(map(self.encode, batch), each, strict=True)
+            for sample in samples_of(settings)
+        ]
+        return self._complete([ids for ids, _ in prompts_and_params], [sample for _, sample in prompts_and_params])
 
     def chat(
         self,
@@ -129,7 +138,7 @@ class LLM:
 
         Args:
             messages: OpenAI-style messages.
-            params: how to sample.
+            params: how to sample. A grammar holds for the answer: behind `</think>` where the answer starts with reasoning.
             tools: OpenAI-style tool definitions.
             arguments: for the chat template, such as `enable_thinking=False`.
 
@@ -137,7 +146,8 @@ class LLM:
             ChatError: messages, tools or arguments are not acceptable.
             ParameterError, RequestError: as in `generate`.
         """
-        return self._complete([self.render(messages, tools, **arguments).ids], [params or SamplingParams()])[0]
+        prompt = self.render(messages, tools, **arguments)
+        return self._complete([prompt.ids], [self._single(prompt, params)])[0]
 
     def stream(self, prompt: Prompt | ChatPrompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields text as it comes; closing the iterator ends the request.
@@ -146,7 +156,7 @@ class LLM:
             ParameterError, RequestError: as in `generate`.
         """
         ids = prompt.ids if isinstance(prompt, ChatPrompt) else self.encode(prompt)
-        reply = self._submit(ids, params or SamplingParams())
+        reply = self._submit(ids, self._single(prompt, params))
         try:
             while reply.finish_reason is None:
                 for progress in self._engine.turn():
@@ -176,10 +186,29 @@ class LLM:
             self._finish(list(replies.values()))
         return [reply.completion() for reply in replies.values()]
 
+    def _single(self, prompt: Prompt | ChatPrompt, params: SamplingParams | None) -> SamplingParams:
+        """Parameters for one reply; where it starts with reasoning, a grammar waits for the end of it."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ParameterError("n", f"must be 1 for a single reply, got {params.n}; `generate` takes more")
+        if not (isinstance(prompt, ChatPrompt) and prompt.in_reasoning) or params.constraint is None:
+            return params
+        return replace(params, grammar_after=self.tokenizer.control.get(END_OF_REASONING, params.grammar_after))
+
+    def _check(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias", "grammar_after"):
+            value = getattr(params, name)
+            for token in [value] if isinstance(value, int) else value or ():
+                if token >= self.spec.vocab_size:
+                    raise ParameterError(name, f"{token} is not in the vocabulary of {self.spec.vocab_size}")
+        if params.constraint is not None:
+            if self._grammars is None:
+                self._grammars = Grammars(vocabulary_of(self.tokenizer, self.spec.vocab_size))
+                self._engine.runner.grammars = self._grammars
+            self._grammars.check(params.constraint)
+
     def _submit(self, ids: Sequence[int], params: SamplingParams) -> _Reply:
-        for token in params.stop_token_ids:
-            if token >= self.spec.vocab_size:
-                raise ParameterError("stop_token_ids", f"{token} is not in the vocabulary of {self.spec.vocab_size}")
+        self._check(params)
         ends = () if params.ignore_eos else tuple(sorted(self.tokenizer.stop_ids))
         request = Request(
             id=f"request-{next(self._ids)}",
@@ -189,7 +218,10 @@ class LLM:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
         )
         self._engine.submit(request)
-        return _Reply(request.id, len(request.prompt), TextStream(self.tokenizer, params.stop))
+        reply = _Reply(request.id, len(request.prompt), TextStream(self.tokenizer, params.stop))
+        if params.prompt_logprobs is not None:
+            reply.prompt_logprobs = [None for _ in request.prompt]
+        return reply
 
     def _finish(self, replies: Sequence[_Reply]) -> None:
         """Ends what an error or a closed stream left running, and lands what is in the air."""
@@ -219,11 +251,16 @@ class _Reply:
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stopped: bool = False
 
     def take(self, progress: RequestProgress) -> Delta:
         """Adds what a turn brought."""
+        if progress.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            # By position: a prompt that runs again after a preemption brings the same values again.
+            start, some = progress.prompt_logprobs.start, progress.prompt_logprobs.logprobs
+            self.prompt_logprobs[start : start + len(some)] = some
         piece = self.stream.push(progress.tokens)
         text, reason = piece.text, progress.finish_reason
         if piece.stop is not None:
@@ -249,4 +286,25 @@ class _Reply:
             finish_reason=self.finish_reason or "abort",
             prompt_tokens=self.prompt_tokens,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )
+
+
+def samples_of(params: SamplingParams) -> list[SamplingParams]:
+    """The `n` single samples that are asked for: the first with the request's own seed, the others with seeds made from it.
+
+    Without a seed each draws a fresh one.
+    """
+    seeds = [params.seed]
+    for index in range(1, params.n):
+        digest = hashlib.sha256(f"{params.seed} {index}".encode()).digest()
+        seeds.append(None if params.seed is None else int.from_bytes(digest[:8], "little") >> 1)
+    return [replace(params, n=1, seed=seed) for seed in seeds]
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+    """What grammars must know of a tokenizer; ids that a padded vocabulary has beyond it are never allowed."""
+    tokens = [tokenizer.token_bytes(index) for index in range(vocab_size)]
+    for text, index in tokenizer.control.items():
+        tokens[index] = text.encode()
+    return Vocabulary(tuple(tokens), frozenset(tokenizer.control.values()), tuple(sorted(tokenizer.stop_ids)))

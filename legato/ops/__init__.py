@@ -13,7 +13,7 @@ from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
 from legato.ops.prologue import quantize_index_query
 from legato.ops.rows import cache_slots
-from legato.ops.sample import gumbel, logprobs, sample, verify
+from legato.ops.sample import gumbel, logprobs, penalize, sample, verify
 from legato.ops.score import index_scores
 from legato.ops.select import top_k
 
@@ -38,6 +38,7 @@ __all__ = [
     "moe_fp8_block",
     "moe_int4",
     "moe_nvfp4",
+    "penalize",
     "quantize_index_query",
     "registered",
     "rms_norm",

@@ -17,11 +17,14 @@ from legato.model.mtp import Mtp
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights
 from legato.ops import logprobs
-from legato.plan import Emission, Outcome, Plan
+from legato.plan import Admit, Emission, Outcome, Plan
 from legato.runtime.batch import build_batch
 from legato.runtime.cache import CacheLayout
+from legato.runtime.controls import ControlTable
+from legato.runtime.draw import ControlledDraw, Draw, PlainDraw, choose_general, choose_greedy
+from legato.runtime.grammar import Gate, Grammars
 from legato.runtime.rows import Rows
-from legato.runtime.speculate import Iteration, Verified, draw_general, draw_greedy
+from legato.runtime.speculate import Iteration, Verified
 from legato.types import TokenLogprob
 
 
@@ -94,6 +97,9 @@ class Runner:
         self.iteration = Iteration(
             target, mtp, layout.allocate(settings.num_pages, settings.device), settings.num_drafts
         )
+        self.grammars: Grammars | None = None
+        self._controls = ControlTable(self.rows, spec.vocab_size)
+        self._gates: dict[int, Gate] = {}
         self._temperature: dict[int, float] = {}
         self._wanted_logprobs: dict[int, int] = {}
 
@@ -104,17 +110,35 @@ class Runner:
         Everything is issued on one stream, so what this iteration writes is what the next one reads.
         """
         for admit in plan.admits:
-            self.rows.admit(admit)
-            self._temperature[admit.row] = admit.temperature
-            self._wanted_logprobs[admit.row] = admit.logprobs
+            self._admit(admit)
         for grant in plan.grants:
             self.rows.grant(grant)
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
-        greedy = all(self._temperature[row] == 0.0 for row in sampler_rows)
         batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts)
-        verified = self.iteration.run(batch, self.rows, draw_greedy if greedy else draw_general)
+        _, verified = self.iteration.run(batch, self.rows, self._draw(sampler_rows))
         wanted = tuple(self._wanted_logprobs[row] for row in sampler_rows)
         return Flight(plan, sampler_rows, verified, self._logprobs(verified, wanted), wanted)
+
+    def _admit(self, admit: Admit) -> None:
+        row, controls = admit.row, admit.controls
+        self.rows.admit(admit)
+        self._controls.admit(admit)
+        self._gates.pop(row, None)
+        if controls is not None and controls.grammar is not None:
+            if self.grammars is None:
+                raise RuntimeError("a grammar needs the tokenizer's vocabulary: set `grammars` first")
+            self._gates[row] = self.grammars.gate(controls.grammar, controls.generated)
+        self._temperature[row] = admit.temperature
+        self._wanted_logprobs[row] = admit.logprobs
+
+    def _draw(self, sampler_rows: Sequence[int]) -> Draw:
+        """The cheapest way to choose that is right for all rows that sample."""
+        is_greedy = all(self._temperature[row] == 0.0 for row in sampler_rows)
+        choose = choose_greedy if is_greedy else choose_general
+        if not any(self._controls.holds(row) for row in sampler_rows):
+            return PlainDraw(choose)
+        gates = {index: self._gates[row] for index, row in enumerate(sampler_rows) if row in self._gates}
+        return ControlledDraw(choose, self._controls, gates)
 
     def _logprobs(self, verified: Verified | None, wanted: tuple[int, ...]) -> Logprobs | None:
         if verified is None or max(wanted, default=-1) < 0:

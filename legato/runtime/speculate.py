@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,34 +16,10 @@ from torch import Tensor
 from legato.model.glm import Glm
 from legato.model.mtp import Mtp
 from legato.model.step import LayerCache, Selection
-from legato.ops import sample, verify
+from legato.ops import verify
 from legato.runtime.batch import Batch, Samplers, chain_steps
+from legato.runtime.draw import Draw
 from legato.runtime.rows import Rows
-
-
-class Draw(Protocol):
-    """Chooses one token per row of logits [T, W], for device rows [T] and the absolute positions [T] of the new tokens."""
-
-    def __call__(self, logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor: ...
-
-
-def draw_greedy(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:
-    """The highest logit, ties to the lowest id: the variant for batches in which every request has temperature 0."""
-    del rows, device_rows, positions
-    return logits.argmax(-1)
-
-
-def draw_general(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:
-    """Temperature, top_k, top_p and min_p of each row; temperature 0 is greedy here too."""
-    return sample(
-        logits,
-        rows.temperature[device_rows],
-        rows.top_k[device_rows],
-        rows.top_p[device_rows],
-        rows.min_p[device_rows],
-        rows.seed[device_rows],
-        positions,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +53,12 @@ class Iteration:
     caches: Sequence[LayerCache]
     num_drafts: int
 
-    def run(self, batch: Batch, rows: Rows, draw: Draw) -> Verified | None:
-        """One iteration: runs the batch, updates the device table, returns what the sampling requests emitted (if any sample)."""
+    def run(self, batch: Batch, rows: Rows, draw: Draw) -> tuple[Tensor, Verified | None]:
+        """One iteration: runs the batch and updates the device table.
+
+        Returns:
+            [T, D] post-norm hidden states of the batch's rows, and what the sampling requests emitted (if any sample).
+        """
         hidden = self.target.hidden(batch.ids, batch.step, self.caches)
         verified = None if batch.samplers is None else self._verify(hidden, batch.samplers, rows, draw)
         drafts = None
@@ -87,25 +66,26 @@ class Iteration:
             drafts = self._draft(self.mtp, hidden, batch, verified, rows, draw)
         if verified is not None and batch.samplers is not None:
             _advance(rows, batch.samplers, verified, drafts)
-        return verified
+        return hidden, verified
 
     def _verify(self, hidden: Tensor, samplers: Samplers, rows: Rows, draw: Draw) -> Verified:
         num_requests, width = samplers.row_index.shape
         logits = self.target.logits(hidden[samplers.row_index.reshape(-1)])
         offsets = torch.arange(width, device=hidden.device)
         positions = samplers.base[:, None] + 1 + offsets
-        device_rows = samplers.rows[:, None].expand(num_requests, width)
-        sampled = draw(logits, rows, device_rows.reshape(-1), positions.reshape(-1)).view(num_requests, width)
+        sampled = draw.verify(logits, rows, samplers, positions)
         accepted = verify(sampled, samplers.drafts, samplers.num_drafts)
         limits = rows.max_lengths[samplers.rows] - samplers.base - 1
         room = rows.capacity[samplers.rows] - samplers.base
         counts, ended = cut(sampled, accepted + 1, rows.stop_ids[samplers.rows], limits, room)
         live = ~rows.done[samplers.rows]
+        counts = torch.where(live, counts, torch.zeros_like(counts))
+        draw.record(samplers, sampled, counts)
         return Verified(
             logits=logits.view(num_requests, width, -1),
             sampled=sampled,
             accepted=accepted,
-            counts=torch.where(live, counts, torch.zeros_like(counts)),
+            counts=counts,
             done=ended | ~live,
             live=live,
         )
@@ -143,12 +123,12 @@ class Iteration:
     ) -> Tensor:
         """K drafts: the last accepted row's hidden state gives the first, single-row steps that reuse its selection the rest."""
         seed_position = samplers.base + last
-        token = draw(self.target.logits(hidden), rows, samplers.rows, seed_position + 2)
+        token = draw.draft(self.target.logits(hidden), rows, samplers, seed_position + 2, ())
         drafts = [token]
         offsets = torch.arange(1, self.num_drafts, device=hidden.device)
         for step in chain_steps(seed_position + offsets[:, None], samplers.rows, rows, self.target.spec):
             hidden, _ = mtp.forward(token, hidden, step, self.caches[-1], selection)
-            token = draw(self.target.logits(hidden), rows, samplers.rows, step.positions + 2)
+            token = draw.draft(self.target.logits(hidden), rows, samplers, step.positions + 2, drafts)
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 

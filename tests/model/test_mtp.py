@@ -16,6 +16,7 @@ from legato.model.inventory import stored_spec
 from legato.model.weights import Residency, load_weights
 from legato.plan import Admit, Extend, Plan
 from legato.runtime.batch import build_batch
+from legato.runtime.draw import PlainDraw
 from legato.runtime.rows import Rows
 from legato.runtime.runner import Runner
 from tests.tiny import save_checkpoint, tiny_config, tiny_tensors
@@ -133,7 +134,7 @@ def iterate(runner: Runner, plan: Plan) -> list[Tensor]:
     """Runs one iteration and returns the draft logits, one tensor [B, W] per draft."""
     draw = Recorder()
     batch = build_batch(plan, runner.rows, runner.spec, K)
-    runner.iteration.run(batch, runner.rows, draw)
+    runner.iteration.run(batch, runner.rows, PlainDraw(draw))
     return draw.seen[1:]
 
 

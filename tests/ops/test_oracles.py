@@ -462,6 +462,20 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, position):
 
 
 @oracle
+def penalize(logits, generated, in_prompt, repetition, frequency, presence):
+    out = double(logits)
+    for row in range(out.shape[0]):
+        for token in range(out.shape[1]):
+            times, value = int(generated[row, token]), float(out[row, token])
+            if times or bool(in_prompt[row, token]):
+                value = value / float(repetition[row]) if value > 0 else value * float(repetition[row])
+            if times:
+                value -= float(frequency[row]) * times + float(presence[row])
+            out[row, token] = value
+    return out
+
+
+@oracle
 def verify(sampled, drafts, num_drafts):
     accepted = []
     for row in range(sampled.shape[0]):

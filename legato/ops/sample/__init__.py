@@ -1,7 +1,7 @@
 """From logits to tokens: sampling that is a function of (logits, parameters, seed, position) alone, and acceptance of
 drafts.
 
-Owns the noise, the filters, the choice, verification and log-probabilities. Knows no request. Called by
+Owns penalties, the noise, the filters, the choice, verification and log-probabilities. Knows no request. Called by
 `legato.runtime`.
 """
 
@@ -15,8 +15,11 @@ from torch import Tensor
 from legato.ops.case import EXACT, Case, Draw, Tolerance
 from legato.ops.invariant import map_elements
 from legato.ops.op import op
+from legato.ops.sample.penalty import PENALTY_CASES, penalize
 from legato.ops.sample.philox import uniform
 from legato.ops.select.ordering import first_k, ordered_keys
+
+__all__ = ["CASES", "gumbel", "logprobs", "penalize", "sample", "verify"]
 
 
 @op
@@ -146,6 +149,7 @@ CASES = (
         for rows, vocab in ((1, 8192), (6, 1001))
     ),
     *(_sample_case(rows, vocab) for rows, vocab in ((1, 8192), (12, 1000))),
+    *PENALTY_CASES,
     *(_verify_case(requests, drafts) for requests, drafts in ((1, 5), (40, 5), (3, 0), (8, 7))),
     *(
         Case(

@@ -1,0 +1,188 @@
+"""Grammars: which tokens may come next, position by position over a verify window, and exactly where they stand afterwards.
+
+Owns compilation (through llguidance) and the gate of one request: free until reasoning has ended, then a matcher that is moved by
+accepted tokens and by nothing else. Works on token ids and bytes; no tensor but the unpacked mask. Called by `runtime.draw`, the
+runner, and `legato.llm` (which knows the tokenizer).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from legato.types import Grammar, ParameterError
+
+MAX_WHITESPACE = 40
+"""Characters of whitespace in a row that JSON text may hold between its parts: enough to indent, too few to run away."""
+CACHED_GRAMMARS = 64
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a grammar must know of the tokenizer: the bytes of each of W token ids (empty: never allowed), which ids are control
+    tokens (allowed only where a grammar names them), and which end the text."""
+
+    tokens: tuple[bytes, ...]
+    control_ids: frozenset[int]
+    end_ids: tuple[int, ...]
+
+
+class _Tokens:
+    """A vocabulary in the shape that llguidance reads. It only calls it to split forced text, which the engine does not use."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = list(vocabulary.tokens)
+        self.special_token_ids = sorted(vocabulary.control_ids)
+        self.eos_token_id = vocabulary.end_ids[0]
+        self._byte_ids = {token: index for index, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._byte_ids[data[at : at + 1]] for at in range(len(data)) if data[at : at + 1] in self._byte_ids]
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary, and keeps the last few."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar.
+
+        Raises:
+            ParameterError: it cannot be compiled; the message names the field and says why.
+        """
+        self._matcher(grammar)
+
+    def gate(self, grammar: Grammar, generated: Sequence[int] = ()) -> Gate:
+        """A new request's gate, moved past what it has generated already. Raises `ParameterError` as `check` does."""
+        gate = Gate(self._matcher(grammar), self.vocabulary, grammar.after)
+        gate.accept(generated)
+        return gate
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        key = (grammar.kind, grammar.text)
+        matcher = self._compiled.get(key)
+        if matcher is None:
+            matcher = self._compiled[key] = self._compile(grammar)
+            while len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return matcher
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if not self.vocabulary.end_ids:
+            raise ParameterError(grammar.kind, "needs a checkpoint that names its end tokens")
+        if self._tokenizer is None:
+            ends = list(self.vocabulary.end_ids)
+            # llguidance asks for its own base class, and reads these attributes of it.
+            tokens = cast(Any, _Tokens(self.vocabulary))
+            self._tokenizer = LLTokenizer(tokens, n_vocab=len(self.vocabulary.tokens), eos_token=ends)
+        try:
+            matcher = LLMatcher(
+                self._tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
+            )
+        except ValueError as error:
+            raise ParameterError(grammar.kind, str(error)) from error
+        if matcher.is_error():
+            raise ParameterError(grammar.kind, matcher.get_error().strip())
+        return matcher
+
+
+def _source(grammar: Grammar) -> str:
+    if grammar.kind == "json_schema":
+        bounded = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}", "whitespace_flexible": True}
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=cast(Any, bounded))
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+class Gate:
+    """The grammar of one request and where it stands: behind exactly the tokens that were accepted.
+
+    Before `after` has been seen everything but an end id is allowed, and the matcher sees nothing of it.
+    """
+
+    def __init__(self, compiled: LLMatcher, vocabulary: Vocabulary, after: int | None) -> None:
+        self._compiled, self._vocabulary, self._after = compiled, vocabulary, after
+        self._matcher = compiled.deep_copy()
+        self._is_open, self._is_lost = after is not None, False
+        self._seen: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the grammar has not begun."""
+        return self._is_open
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Moves on by what was emitted. End ids end the request and do not concern the grammar."""
+        for token in tokens:
+            if token in self._vocabulary.end_ids:
+                return
+            if self._is_open:
+                self._is_open = token != self._after
+                continue
+            self._seen.append(token)
+            if not self._is_lost and not self._matcher.consume_token(token):
+                LOG.warning("grammar lost at token %d: %s", len(self._seen), self._matcher.get_error().strip())
+                self._is_lost = True
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """Bit masks of the allowed tokens: before the first draft, behind the first, and so on, up to the first illegal one.
+
+        Bit i % 8 of byte i // 8 is token i. The gate stands where it stood when this returns.
+        """
+        masks, consumed, is_open = [self._mask(self._is_open)], 0, self._is_open
+        for token in drafts:
+            if token in self._vocabulary.end_ids:
+                break
+            if is_open:
+                is_open = token != self._after
+            elif self._is_lost or self._matcher.is_stopped() or self._matcher.try_consume_tokens([token]) != 1:
+                break
+            else:
+                consumed += 1
+            masks.append(self._mask(is_open))
+        stepped_back = not consumed or self._matcher.rollback(consumed)
+        if not self._is_lost and (not stepped_back or self._matcher.is_error()):
+            self._rebuild()
+        return masks
+
+    def _mask(self, is_open: bool) -> bytes:
+        if not is_open and not self._is_lost and not self._matcher.is_error():
+            return self._matcher.compute_bitmask()
+        # Reasoning is free but cannot end the answer; behind an error nothing but the end is left.
+        size = -(-len(self._vocabulary.tokens) // 8)
+        mask = bytearray(b"\xff" * size if is_open else bytes(size))
+        for token in self._vocabulary.end_ids:
+            mask[token // 8] = mask[token // 8] & ~(1 << token % 8) if is_open else mask[token // 8] | 1 << token % 8
+        return bytes(mask)
+
+    def _rebuild(self) -> None:
+        """Back to the accepted tokens by the long way, where the matcher cannot step back (a limit was hit on the way)."""
+        self._matcher = self._compiled.deep_copy()
+        self._matcher.try_consume_tokens(self._seen)
+
+
+def allowed_tokens(masks: Sequence[bytes], vocab_size: int) -> Tensor:
+    """Bit masks as a tensor [n, W] of bool; tokens past the end of a mask are not allowed."""
+    size = -(-vocab_size // 8)
+    data = bytearray(b"".join(mask[:size].ljust(size, b"\0") for mask in masks))
+    packed = torch.frombuffer(data, dtype=torch.uint8).view(len(masks), size, 1)
+    bits = (packed >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.view(len(masks), size * 8)[:, :vocab_size].bool()

@@ -17,7 +17,7 @@ help:
 	@echo "make clean        remove .venv and caches"
 
 demo: $(VENV)/.installed
-	$(BIN)/legato generate --max-tokens 128 --temperature 0 "def fibonacci(n):"
+	printf 'def fibonacci(n):\n' | $(BIN)/legato generate --max-tokens 256 --temperature 0 -
 
 check: lint types imports test
 

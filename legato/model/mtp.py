@@ -16,16 +16,21 @@ from legato.model.layer import decoder_layer
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
-from legato.ops import rms_norm
+from legato.ops import linear_draft, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The MTP layer of a checkpoint; `embed` [W, D] is the target's."""
+    """The MTP layer of a checkpoint; `embed` [W, D] and `head` [W, D] are the target's."""
 
     spec: ModelSpec
     weights: MtpWeights
     embed: Tensor
+    head: Tensor
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, W] float32 logits of drafts, for hidden states that `forward` returned."""
+        return linear_draft(hidden, self.head).float()
 
     def forward(
         self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None

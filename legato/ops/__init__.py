@@ -8,7 +8,7 @@ experts, sample, rows. Imports torch and nothing of ours. Called by `legato.quan
 from legato.ops.attend import sparse_mha, sparse_mla
 from legato.ops.cache import gather_index_pages, gather_latent, store_index_keys, store_latent
 from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
-from legato.ops.gemm import linear_bf16, linear_fp8_block, linear_heads, linear_int4, linear_nvfp4
+from legato.ops.gemm import linear_bf16, linear_draft, linear_fp8_block, linear_heads, linear_int4, linear_nvfp4
 from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
 from legato.ops.prologue import quantize_index_query
@@ -29,6 +29,7 @@ __all__ = [
     "index_scores",
     "layer_norm",
     "linear_bf16",
+    "linear_draft",
     "linear_fp8_block",
     "linear_heads",
     "linear_int4",

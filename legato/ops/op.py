@@ -48,7 +48,7 @@ class Op(Generic[P, R]):
 
     def __init__(self, reference: Callable[P, R], reference_ok: bool, pack: Callable[..., Any] | None) -> None:
         self.name = reference.__name__
-        self.folder = reference.__module__.rpartition(".")[2]
+        self.folder = reference.__module__.removeprefix(f"{__package__}.").partition(".")[0]
         self.reference = reference
         self.reference_ok = reference_ok
         self.implementations: dict[str, Implementation[P, R]] = {REFERENCE: Implementation(REFERENCE, reference, pack)}

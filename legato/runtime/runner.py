@@ -93,7 +93,8 @@ class Runner:
         self.rows = Rows.allocate(settings)
         layout = CacheLayout(spec, settings.latent, settings.index)
         target = Glm(spec, weights)
-        mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed)
+        head = weights.lm_head.dequantize(weights.embed.dtype)
+        mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head)
         self.iteration = Iteration(
             target, mtp, layout.allocate(settings.num_pages, settings.device), settings.num_drafts
         )

@@ -123,12 +123,12 @@ class Iteration:
     ) -> Tensor:
         """K drafts: the last accepted row's hidden state gives the first, single-row steps that reuse its selection the rest."""
         seed_position = samplers.base + last
-        token = draw.draft(self.target.logits(hidden), rows, samplers, seed_position + 2, ())
+        token = draw.draft(mtp.logits(hidden), rows, samplers, seed_position + 2, ())
         drafts = [token]
         offsets = torch.arange(1, self.num_drafts, device=hidden.device)
         for step in chain_steps(seed_position + offsets[:, None], samplers.rows, rows, self.target.spec):
             hidden, _ = mtp.forward(token, hidden, step, self.caches[-1], selection)
-            token = draw.draft(self.target.logits(hidden), rows, samplers, step.positions + 2, drafts)
+            token = draw.draft(mtp.logits(hidden), rows, samplers, step.positions + 2, drafts)
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 

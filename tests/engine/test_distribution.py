@@ -13,15 +13,15 @@ from legato.types import SamplingParams
 from tests.engine.conftest import Shipped, run
 
 PROMPT = "def parse(self, text):\n    "
-TOKENS = 4
-LIMIT = 45.0
-"""Chi-square of 15 degrees of freedom exceeds this with probability 8e-5."""
+TOKENS = 3
+LIMIT = 42.0
+"""Chi-square of 15 degrees of freedom exceeds this with probability 2e-4."""
 
 
 def sample(shipped: Shipped, num_drafts: int, count: int, first_seed: int, temperature: float) -> list[list[int]]:
     params = SamplingParams(max_tokens=TOKENS, temperature=temperature, top_k=50, ignore_eos=True)
     prompt = tuple(shipped.tokenizer.encode_prompt(PROMPT))
-    engine = shipped.engine(num_drafts=num_drafts, max_running=64)
+    engine = shipped.engine(num_drafts=num_drafts, max_running=48)
     return run(engine, [Request(f"r{n}", prompt, params, (), first_seed + n) for n in range(count)])
 
 
@@ -36,8 +36,8 @@ def chi_square(ours: Sequence[int], theirs: Sequence[int]) -> float:
 
 def compare(shipped: Shipped, count: int) -> None:
     plain = sample(shipped, 0, count, 0, 1.0)
-    drafted = sample(shipped, 5, count, 10**6, 1.0)
-    colder = sample(shipped, 5, count, 2 * 10**6, 0.5)
+    drafted = sample(shipped, 3, count, 10**6, 1.0)
+    colder = sample(shipped, 0, count, 2 * 10**6, 0.3)
     for position in range(TOKENS):
         ours = [tokens[position] for tokens in drafted]
         theirs = [tokens[position] for tokens in plain]
@@ -47,7 +47,7 @@ def compare(shipped: Shipped, count: int) -> None:
 
 
 def test_a_few_hundred_samples(shipped: Shipped) -> None:
-    compare(shipped, 320)
+    compare(shipped, 192)
 
 
 @pytest.mark.full
@@ -56,7 +56,7 @@ def test_thousands_of_samples(shipped: Shipped) -> None:
 
 
 def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(shipped: Shipped) -> None:
-    assert sample(shipped, 5, 24, 77, 1.0) == sample(shipped, 0, 24, 77, 1.0)
+    assert sample(shipped, 5, 12, 77, 1.0) == sample(shipped, 0, 12, 77, 1.0)
 
 
 def test_other_seeds_give_other_tokens(shipped: Shipped) -> None:

@@ -2,69 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from legato.config import PAGE_SIZE
+from legato.engine.loop import Engine
+from legato.schedule import Request
 from legato.types import SamplingParams
 from tests.engine.conftest import Shipped, requests, run
-
-if TYPE_CHECKING:
-    from legato.engine.loop import Engine
 
 LENGTH = 24
 GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
 WARM = SamplingParams(max_tokens=LENGTH, temperature=0.8, top_p=0.95, top_k=200, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[GREEDY, WARM], ids=["greedy", "sampled"])
-def params(request: pytest.FixtureRequest) -> SamplingParams:
-    return request.param
+@dataclass(frozen=True)
+class Truth:
+    """Requests and the tokens they give without drafts, one at a time, prompts in one piece."""
+
+    batch: list[Request]
+    tokens: list[list[int]]
+
+    @classmethod
+    def of(cls, shipped: Shipped, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Truth:
+        engine = shipped.engine(num_drafts=0, chunk_tokens=512)
+        batch = requests(prompts, params)
+        return cls(batch, [run(engine, [request])[0] for request in batch])
+
+    def pick(self, *numbers: int) -> Truth:
+        return Truth([self.batch[n] for n in numbers], [self.tokens[n] for n in numbers])
 
 
 @pytest.fixture(scope="module")
-def plain(shipped: Shipped, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[list[int]]:
-    """Without drafts, one request at a time, prompts in one piece."""
-    engine = shipped.engine(num_drafts=0, chunk_tokens=512)
-    return [run(engine, [request])[0] for request in requests(prompts, params)]
+def greedy(shipped: Shipped, prompts: list[tuple[int, ...]]) -> Truth:
+    """All ten prompts."""
+    return Truth.of(shipped, prompts, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def sampled(shipped: Shipped, prompts: list[tuple[int, ...]]) -> Truth:
+    """A short prompt, one at a page edge, one at `index_topk`."""
+    return Truth.of(shipped, [prompts[0], prompts[3], prompts[8]], WARM)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 5, 7])
-def test_drafts_change_nothing(
-    shipped: Shipped, prompts: list[tuple[int, ...]], params: SamplingParams, plain: list[list[int]], num_drafts: int
-) -> None:
+def test_drafts_change_nothing(shipped: Shipped, greedy: Truth, num_drafts: int) -> None:
     """All ten requests in one batch, so batch mates change nothing either."""
-    assert run(shipped.engine(num_drafts=num_drafts), requests(prompts, params)) == plain
+    assert run(shipped.engine(num_drafts=num_drafts), greedy.batch) == greedy.tokens
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 65])
-def test_chunks_change_nothing(
-    shipped: Shipped, prompts: list[tuple[int, ...]], params: SamplingParams, plain: list[list[int]], chunk: int
-) -> None:
+@pytest.mark.parametrize("num_drafts", [2, 5])
+def test_drafts_change_no_sample(shipped: Shipped, sampled: Truth, num_drafts: int) -> None:
+    assert run(shipped.engine(num_drafts=num_drafts), sampled.batch) == sampled.tokens
+
+
+@pytest.mark.parametrize(("chunk", "some"), [(1, (0, 1)), (7, (2, 6)), (64, (4, 9)), (65, (3, 9))])
+def test_chunks_change_nothing(shipped: Shipped, greedy: Truth, chunk: int, some: tuple[int, ...]) -> None:
     """Chunks of one row and of odd sizes, interleaved with running requests."""
-    some = slice(0, 5) if chunk == 1 else slice(2, 10, 3)
-    engine = shipped.engine(chunk_tokens=chunk, num_drafts=2)
-    tokens = run(engine, requests(prompts, params)[some])
-    assert tokens == plain[some]
+    truth = greedy.pick(*some)
+    assert run(shipped.engine(chunk_tokens=chunk, num_drafts=2), truth.batch) == truth.tokens
 
 
-def test_overlap_changes_nothing(
-    shipped: Shipped, prompts: list[tuple[int, ...]], params: SamplingParams, plain: list[list[int]]
-) -> None:
+def test_overlap_changes_nothing(shipped: Shipped, greedy: Truth, sampled: Truth) -> None:
+    """Greedy and sampled requests together, three at a time."""
     engine = shipped.engine(overlap=True, max_running=3)
-    assert run(engine, requests(prompts, params)) == plain
+    renamed = [replace(request, id=f"warm-{request.id}") for request in sampled.batch]
+    truth = greedy.pick(0, 2, 4, 6, 8)
+    assert run(engine, truth.batch + renamed) == truth.tokens + sampled.tokens
 
 
-def test_a_request_alone_and_in_a_crowd(
-    shipped: Shipped, prompts: list[tuple[int, ...]], params: SamplingParams, plain: list[list[int]]
-) -> None:
+def test_a_request_alone_and_in_a_crowd(shipped: Shipped, greedy: Truth) -> None:
     """Requests that come and go beside it do not change it."""
-    engine = shipped.engine(num_drafts=5, max_running=2, chunk_tokens=16)
-    order = [9, 0, 7, 3]
-    batch = requests(prompts, params)
-    assert run(engine, [batch[n] for n in order]) == [plain[n] for n in order]
+    truth = greedy.pick(9, 0, 7, 3)
+    assert run(shipped.engine(num_drafts=5, max_running=2, chunk_tokens=16), truth.batch) == truth.tokens
 
 
 def _overwrite_drafts(engine: Engine, depth: int, vocab: int) -> Callable[[], None]:
@@ -78,38 +91,35 @@ def _overwrite_drafts(engine: Engine, depth: int, vocab: int) -> Callable[[], No
 
 
 @pytest.mark.parametrize("depth", range(5))
-def test_rejection_at_every_depth(
-    shipped: Shipped, prompts: list[tuple[int, ...]], params: SamplingParams, plain: list[list[int]], depth: int
-) -> None:
+def test_rejection_at_every_depth(shipped: Shipped, greedy: Truth, depth: int) -> None:
     engine = shipped.engine(num_drafts=5)
-    some = slice(depth, None, 4)
-    tokens = run(engine, requests(prompts, params)[some], _overwrite_drafts(engine, depth, shipped.spec.vocab_size))
-    assert tokens == plain[some]
+    truth = greedy.pick(depth, 5 + depth % 3)
+    tokens = run(engine, truth.batch, _overwrite_drafts(engine, depth, shipped.spec.vocab_size))
+    assert tokens == truth.tokens
     assert sum(engine.stats.accepted_at[: depth + 1]) > 0.9 * sum(engine.stats.accepted_at)
 
 
-def test_garbage_behind_the_length_changes_nothing(
-    shipped: Shipped, prompts: list[tuple[int, ...]], params: SamplingParams, plain: list[list[int]]
-) -> None:
-    """Before every turn all cache slots past each row's length are filled with NaN: what rejected rows left is never read."""
+def test_garbage_behind_the_length_changes_nothing(shipped: Shipped, greedy: Truth) -> None:
+    """Before every turn the cache slots past each row's length are filled with NaN: what rejected rows left is never read."""
     engine = shipped.engine(num_drafts=5)
     rows, caches = engine.runner.rows, engine.runner.iteration.caches
 
     def poison() -> None:
-        for row in range(1, 11):
-            if bool(rows.done[row]) or not int(rows.lengths[row]):
-                continue
+        for row in range(1, rows.done.shape[0]):
             length = int(rows.lengths[row])
+            if bool(rows.done[row]) or not length:
+                continue
             pages = rows.page_table[row].tolist()
             for position in range(length, length + 8):
-                page, offset = pages[position // 64], position % 64
-                for number, cache in enumerate(caches):
+                page, offset = pages[position // PAGE_SIZE], position % PAGE_SIZE
+                for cache in caches if page else ():
                     cache.latent[page, offset] = torch.nan
-                    if cache.index is not None and number < len(caches):
+                    if cache.index is not None:
                         cache.index[page, offset * 128 : (offset + 1) * 128] = 0x7F  # NaN in e4m3
-                        cache.index[page, 8192 + offset * 4 : 8192 + offset * 4 + 4] = 0xFF
+                        cache.index[page, 8192 + offset * 4 : 8196 + offset * 4] = 0xFF  # and in float32
 
-    assert run(engine, requests(prompts[:6], params), poison) == plain[:6]
+    truth = greedy.pick(1, 3, 5)
+    assert run(engine, truth.batch, poison) == truth.tokens
 
 
 @pytest.mark.full

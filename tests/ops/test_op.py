@@ -4,6 +4,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +140,9 @@ def test_the_real_ops_all_bind_to_their_references():
 
 def test_a_cpu_process_imports_no_kernel_language():
     assert torch is not None and "cuda.core" not in sys.modules
+
+
+def test_an_op_belongs_to_the_folder_it_lies_in() -> None:
+    """Whatever file of the folder declares it: targets are looked up by folder."""
+    folders = {path.name for path in Path(op_module.__file__).parent.iterdir() if path.is_dir()}
+    assert {declared.folder for declared in registered()} <= folders

@@ -62,9 +62,9 @@ def layer_norm(x, weight, bias, eps):
 
 @oracle
 def rope_angles(positions, theta, dim):
-    # Rounded to float32 where training rounds: the exponent, the power, its reciprocal and the angle.
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    angles = positions.to(torch.float32)[:, None] * (1.0 / torch.pow(theta, exponents))
+    # Rounded to float32 where it is rounded: the frequency and the angle.
+    frequencies = torch.pow(theta, -torch.arange(0, dim, 2, dtype=torch.float64) / dim).to(torch.float32)
+    angles = positions.to(torch.float32)[:, None] * frequencies
     return angles.double().cos(), angles.double().sin()
 
 
@@ -123,6 +123,11 @@ def _int4(packed, scale):
 def _product(x, weight, residual):
     out = double(x) @ weight.T
     return out if residual is None else out + double(residual)
+
+
+@oracle
+def linear_draft(x, weight):
+    return double(x) @ double(weight).T
 
 
 @oracle

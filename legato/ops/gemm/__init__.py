@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
@@ -33,6 +34,16 @@ def linear_bf16(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Te
     x [T, K], weight [N, K] bfloat16 or float32, as stored or as `linear_bf16.pack` made it, residual [T, N] -> [T, N].
     """
     return _linear(x, weight, residual)
+
+
+@op
+def linear_draft(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T for logits that only draft: the target verifies whatever they choose, so no promise is made about a
+    row's bits in other company, and the library's fastest product serves.
+
+    x [T, K], weight [N, K] bfloat16 or float32 as stored -> [T, N] in x's dtype, accumulated in float32.
+    """
+    return functional.linear(float32(x), float32(weight)).to(x.dtype)
 
 
 @op
@@ -132,6 +143,8 @@ def _heads_case(rows: int, heads: int, shape: tuple[int, int], dtype: torch.dtyp
 
 _FORMATS = (linear_bf16, linear_fp8_block, linear_nvfp4, linear_int4)
 CASES = (
+    *(_weight_case(linear_draft, rows, (576, 256), torch.float32, "any") for rows in (1, 5)),
+    *(_weight_case(linear_draft, rows, (19360, 6144), torch.bfloat16, "gpu") for rows in (1, 4)),
     *(_weight_case(linear, rows, (576, 256), torch.float32, "any") for linear in _FORMATS for rows in (1, 6, 37)),
     *(_weight_case(linear, 6, (512, 384), torch.bfloat16, "any") for linear in _FORMATS),
     # Widths that no block divides: 320 = two and a half blocks of the FP8 scale, 72 columns of output.

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.processor(),
         "torch": torch.__version__,
-        "settings": {k: str(v) for k, v in vars(arguments).items() if k != "call"},
+        "settings": {k: str(v) for k, v in vars(arguments).items() if k not in ("call", "out")},
         "seconds": time.perf_counter() - started,
         "accept_length": stats.accept_length,
         "prompt_tokens": [completion.prompt_tokens for completion in completions],

@@ -66,7 +66,13 @@ def block_ids(block: Block) -> str:
 def test_blocks_marked_run_do_run(block: Block, tmp_path: Path) -> None:
     command = [sys.executable, "-c", block.text] if block.language == "python" else ["bash", "-euc", block.text]
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 

@@ -29,20 +29,23 @@ class ConfigError(ValueError):
 class CacheConfig:
     """The two paged caches. `latent`: "auto" is bfloat16 on a GPU and float32 on a CPU, where converting costs more than the
     memory. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at
-    most 64 Ki tokens on a CPU."""
+    most 64 Ki tokens on a CPU. `prefix`: whether full pages are kept and found again by later requests."""
 
     latent: LatentFormat = "auto"
     index: IndexFormat = "auto"
     tokens: int | None = None
+    prefix: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states."""
+    """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states. `max_waiting`:
+    most requests that wait before further ones are refused; `None`: any number."""
 
     max_running: int = 16
     chunk_tokens: int = 512
     context: int | None = None
+    max_waiting: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class Config:
             raise ConfigError(f"max_running must be at least 1, got {self.schedule.max_running}")
         if self.schedule.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, got {self.schedule.chunk_tokens}")
+        if self.schedule.max_waiting is not None and self.schedule.max_waiting < 0:
+            raise ConfigError(f"max_waiting cannot be negative, got {self.schedule.max_waiting}")
         if self.schedule.context is not None and self.schedule.context < 2:
             raise ConfigError(f"context must be at least 2, got {self.schedule.context}")
         if self.cache.tokens is not None and self.cache.tokens < PAGE_SIZE:
@@ -104,6 +109,8 @@ class Resolved:
     overlap: bool
     threads: int | None
     ops: Mapping[str, str]
+    prefix_cache: bool = True
+    max_waiting: int | None = None
 
     @property
     def num_pages(self) -> int:
@@ -154,6 +161,8 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         overlap=execution.overlap == "on" or (execution.overlap == "auto" and not on_cpu),
         threads=execution.threads,
         ops=execution.ops,
+        prefix_cache=config.cache.prefix,
+        max_waiting=schedule.max_waiting,
     )
 
 

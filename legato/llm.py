@@ -254,9 +254,11 @@ class _Reply:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stopped: bool = False
+    cached_tokens: int = 0
 
     def take(self, progress: RequestProgress) -> Delta:
         """Adds what a turn brought."""
+        self.cached_tokens = progress.cached_tokens
         if progress.prompt_logprobs is not None and self.prompt_logprobs is not None:
             # By position: a prompt that runs again after a preemption brings the same values again.
             start, some = progress.prompt_logprobs.start, progress.prompt_logprobs.logprobs
@@ -285,6 +287,7 @@ class _Reply:
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason or "abort",
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: an end or stop token (or a stop string); `length`: `max_tokens` or the context is used up; `abort`: cancelled."""
+FinishReason = Literal["stop", "length", "abort", "deadline"]
+"""`stop`: an end or stop token (or a stop string); `length`: `max_tokens` or the context is used up; `abort`: cancelled;
+`deadline`: its time was up."""
 
 
 class ParameterError(ValueError):
@@ -232,6 +233,8 @@ class Completion:
     prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,11 @@ class Stats:
     decode_seconds: float = 0.0
     accepted_at: tuple[int, ...] = field(default=())
     """`accepted_at[a]`: how often a decoding request accepted exactly `a` drafts."""
+    hit_tokens: int = 0
+    """Tokens found in the prefix cache (`prompt_tokens` are those that were run). Never reset, as the rest."""
+    cached_pages: int = 0
+    evicted_pages: int = 0
+    preemptions: int = 0
 
     @property
     def accept_length(self) -> float:

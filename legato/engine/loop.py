@@ -30,7 +30,15 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        return self._stats
+        """Counters since the start or the last reset; those of the prefix cache and of preemption are never reset."""
+        pages = self._scheduler.pages
+        return replace(
+            self._stats,
+            hit_tokens=pages.counters.hit_tokens,
+            cached_pages=pages.num_cached,
+            evicted_pages=pages.counters.evicted_pages,
+            preemptions=self._scheduler.num_preemptions,
+        )
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises `legato.schedule.RequestError` if it can never run here."""
@@ -40,10 +48,18 @@ class Engine:
         """Ends a request at the next turn; unknown ids are ignored."""
         self._scheduler.abort(request_id)
 
+    def preempt(self, request_id: str) -> None:
+        """Sends a running request back to wait; it resumes with the same text."""
+        self._scheduler.preempt(request_id)
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache; returns how many pages it held."""
+        return self._scheduler.flush_cache()
+
     def turn(self) -> list[Progress]:
         """One turn. Returns what requests gained, at most one turn late."""
         started = time.perf_counter()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(time.monotonic())
         launched = None if plan.is_empty else self.runner.launch(plan)
         progress = self._scheduler.take_ended()
         landing = [self._flight] if self._overlap else [self._flight, launched]
@@ -51,29 +67,32 @@ class Engine:
         for flight in landing:
             if flight is not None:
                 outcome = flight.outcome()
-                progress += self._scheduler.settle(outcome)
-                self._count(flight.plan, outcome, started)
+                gained = self._scheduler.settle(outcome)
+                self._count(flight.plan, outcome, gained, started)
+                progress += gained
         return progress
 
     def reset_stats(self) -> None:
         """Starts the counters anew."""
         self._stats = Stats(accepted_at=(0,) * (self._scheduler.limits.num_drafts + 1))
 
-    def _count(self, plan: Plan, outcome: Outcome, started: float) -> None:
-        """Decode time is the time of turns that decode and extend nothing: speed is never mixed with prefill."""
+    def _count(self, plan: Plan, outcome: Outcome, gained: list[Progress], started: float) -> None:
+        """Decode time is the time of turns that decode and extend nothing: speed is never mixed with prefill.
+
+        Tokens count when a request gains them: what a preempted one samples again counts once.
+        """
         stats, decodes = self._stats, set(plan.decodes)
         accepted = list(stats.accepted_at)
-        emitted = 0
+        emitted = sum(len(progress.tokens) for progress in gained)
         for emission in outcome.emissions:
             if emission.row in decodes and emission.tokens:
                 accepted[emission.accepted] += 1
-                emitted += len(emission.tokens)
         pure = bool(decodes) and not plan.extends
         self._stats = replace(
             stats,
             iterations=stats.iterations + 1,
             prompt_tokens=stats.prompt_tokens + sum(len(extend.tokens) for extend in plan.extends),
-            emitted_tokens=stats.emitted_tokens + sum(len(emission.tokens) for emission in outcome.emissions),
+            emitted_tokens=stats.emitted_tokens + emitted,
             decoded_tokens=stats.decoded_tokens + (emitted if pure else 0),
             decode_seconds=stats.decode_seconds + (time.perf_counter() - started if pure else 0.0),
             accepted_at=tuple(accepted),

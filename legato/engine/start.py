@@ -84,5 +84,7 @@ def build_engine(spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> En
         num_drafts=settings.num_drafts,
         num_pages=settings.num_pages,
         page_size=PAGE_SIZE,
+        prefix_cache=settings.prefix_cache,
+        max_waiting=settings.max_waiting,
     )
     return Engine(Scheduler(limits), Runner(spec, weights, settings), settings.overlap)

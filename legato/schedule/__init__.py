@@ -3,8 +3,10 @@
 The engine's loop asks a `Scheduler` for plans and hands it outcomes; nothing here knows how either is carried out.
 """
 
+from legato.schedule.limits import Limits
+from legato.schedule.pages import Pages
 from legato.schedule.pool import Pool
-from legato.schedule.request import Request, RequestError
-from legato.schedule.scheduler import Limits, Progress, Scheduler
+from legato.schedule.request import Progress, QueueFull, Request, RequestError
+from legato.schedule.scheduler import Scheduler
 
-__all__ = ["Limits", "Pool", "Progress", "Request", "RequestError", "Scheduler"]
+__all__ = ["Limits", "Pages", "Pool", "Progress", "QueueFull", "Request", "RequestError", "Scheduler"]

@@ -1,59 +1,39 @@
 """The scheduler: turns requests and outcomes into plans. Pure code that decides everything and computes nothing.
 
-It never over-commits: a request is admitted when a row and every page it can ever need are free, so nothing admitted has to
-be thrown out. Called by `engine.loop`.
+Pages grow with a request. One is admitted when the cache can hold all its known text, its first iteration and a spare page for
+everyone who runs; when pages run out all the same, the least important request is preempted. Called by `engine.loop`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from legato.plan import Admit, Emission, Extend, Outcome, Plan, PromptLogprobs
+from legato.plan import Admit, Emission, Extend, Outcome, PageGrant, Plan, PromptLogprobs
 from legato.schedule.controls import controls_of
+from legato.schedule.limits import Limits
+from legato.schedule.pages import Pages
 from legato.schedule.pool import Pool
-from legato.schedule.request import Request, RequestError, Sequence
-from legato.types import FinishReason, TokenLogprob
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the machine offers: `context` is the longest prompt plus output, `chunk_tokens` the most rows one iteration runs,
-    `num_drafts` is K, `num_pages` includes the dummy page 0."""
-
-    max_running: int
-    chunk_tokens: int
-    context: int
-    num_drafts: int
-    num_pages: int
-    page_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What one iteration brought to one request. Every request that was added ends with exactly one `finish_reason`."""
-
-    request_id: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    accepted: int = 0
-    drafted: int = 0
+from legato.schedule.queue import Deadlines, WaitingQueue, rank_of
+from legato.schedule.request import Progress, QueueFull, Request, RequestError, Sequence
+from legato.types import FinishReason
 
 
 class Scheduler:
-    """First come, first served; running requests decode in every iteration, and prompts fill the rest of its rows in chunks."""
+    """Running requests decode in every iteration, and prompts fill the rest of its rows in chunks. Most important first."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.pages = Pool(limits.num_pages - 1)
+        self.pages = Pages(limits.num_pages - 1, limits.page_size, limits.prefix_cache)
         self.rows = Pool(limits.max_running)
-        self._waiting: deque[Sequence] = deque()
+        self.num_preemptions = 0
+        self._waiting = WaitingQueue()
+        self._deadlines = Deadlines()
         self._running: dict[int, Sequence] = {}
         self._by_id: dict[str, Sequence] = {}
         self._ended: list[Progress] = []
-        self._epoch = 0
+        self._launched: dict[int, Plan] = {}
+        self._epoch = self._arrivals = 0
+        self._refused: tuple[Sequence, int] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -72,100 +52,228 @@ class Scheduler:
         """Queues a request.
 
         Raises:
+            QueueFull: as many requests wait as may.
             RequestError: the id is in use, the prompt is empty or too long, or the request needs more pages than exist.
         """
         if request.id in self._by_id:
             raise RequestError(f"request id {request.id!r} is already in use")
-        if not request.prompt:
-            raise RequestError("the prompt has no tokens")
-        prompt_len = len(request.prompt)
-        if prompt_len >= self.limits.context:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens; the context of {self.limits.context} must also hold at least one new token"
-            )
-        max_length = self.limits.context
-        if request.params.max_tokens is not None:
-            if prompt_len + request.params.max_tokens > self.limits.context:
-                raise RequestError(
-                    f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}: "
-                    f"together more than the context of {self.limits.context}"
-                )
-            max_length = prompt_len + request.params.max_tokens
-        sequence = Sequence(request, max_length)
-        if self._pages_needed(sequence) > self.pages.capacity:
-            raise RequestError(
-                f"the request can grow to {max_length} tokens; the cache holds {self.pages.capacity * self.limits.page_size}"
-            )
+        max_length = self.limits.max_length(request)
+        if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait already, the most that may")
+        self._arrivals += 1
+        sequence = Sequence(request, (-request.priority, self._arrivals), max_length, list(request.prompt))
         self._by_id[request.id] = sequence
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
+        self._deadlines.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; unknown or finished ids are ignored (the abort may cross the end on its way)."""
         sequence = self._by_id.get(request_id)
-        if sequence is None:
-            return
-        if sequence.state == "waiting":
-            self._waiting.remove(sequence)
-            del self._by_id[request_id]
-        else:
-            self._release(sequence)
-        self._ended.append(Progress(request_id, (), "abort"))
+        if sequence is not None:
+            self._cancel(sequence, "abort")
 
-    def plan(self) -> Plan:
-        """The next iteration. Empty when nothing can run."""
-        admits: list[Admit] = []
-        decodes = tuple(row for row, sequence in self._running.items() if sequence.state == "decoding")
+    def preempt(self, request_id: str) -> None:
+        """Sends a running request back to wait, to free its row and pages; ids of others are ignored.
+
+        It resumes by running its text again, as far as the cache does not hold it; no token is lost, repeated or changed.
+        """
+        sequence = self._by_id.get(request_id)
+        if sequence is not None and sequence.state != "waiting":
+            self._preempt(sequence)
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache; returns how many pages it held."""
+        return self.pages.flush()
+
+    def plan(self, now: float) -> Plan:
+        """The next iteration. Empty when nothing can run.
+
+        Args:
+            now: time on the clock of the requests' deadlines.
+        """
+        for sequence in self._deadlines.expired(now):
+            self._cancel(sequence, "deadline")
+        grants = self._top_up()
+        ranked = sorted(self._running.values(), key=rank_of)
+        decodes = tuple(sequence.row for sequence in ranked if self._can_decode(sequence))
         # Prompts get what running requests leave of the iteration, and never less than a quarter: no one starves.
         rows = self.limits.chunk_tokens - len(decodes) * (self.limits.num_drafts + 1)
         budget = max(rows, self.limits.chunk_tokens // 4, 1)
         extends: list[Extend] = []
-        for sequence in list(self._running.values()):
+        for sequence in ranked:
             if sequence.state == "prefilling" and budget > 0:
                 extends.append(self._extend(sequence, budget))
                 budget -= len(extends[-1].tokens)
-        while self._waiting and budget > 0 and self.rows.num_free:
-            pages = self.pages.take(self._pages_needed(self._waiting[0]))
-            if pages is None:
-                break
-            sequence = self._waiting.popleft()
-            admits.append(self._admit(sequence, pages))
+        admits: list[Admit] = []
+        while budget > 0 and (sequence := self._admit_next()) is not None:
+            admits.append(self._admission(sequence))
             extends.append(self._extend(sequence, budget))
             budget -= len(extends[-1].tokens)
-        plan = Plan(self._epoch, tuple(admits), tuple(extends), decodes)
+        plan = Plan(self._epoch, tuple(admits), tuple(extends), decodes, tuple(grants))
         if not plan.is_empty:
-            for row in decodes + tuple(extend.row for extend in extends):
-                self._running[row].last_epoch = self._epoch
-            self._epoch += 1
+            self._launch(plan)
         return plan
 
     def settle(self, outcome: Outcome) -> list[Progress]:
-        """Takes in what an iteration brought, and frees what only it could still touch."""
+        """Takes in what an iteration brought, and frees what only it could still touch.
+
+        What it brought to a request that has ended or was preempted meanwhile is dropped: nobody waits for it, or it comes again.
+        """
         progress: list[Progress] = []
+        plan = self._launched.pop(outcome.epoch)
+        for row in plan.decodes:
+            if (sequence := self._running.get(row)) is not None:
+                sequence.in_flight -= 1
+        for extend in plan.extends:
+            if (sequence := self._running.get(extend.row)) is not None:
+                sequence.committed = extend.start + len(extend.tokens)
         for some in outcome.prompt_logprobs:
-            sequence = self._running.get(some.row)
-            if sequence is not None:
-                progress.append(Progress(sequence.request.id, (), None, prompt_logprobs=some))
+            if (sequence := self._running.get(some.row)) is not None:
+                progress += self._report(sequence, some)
         for emission in outcome.emissions:
-            sequence = self._running.get(emission.row)
-            if sequence is None:
-                continue  # ended (a stop string, an abort) while the iteration was in flight
-            progress += self._take(sequence, emission)
-        self.pages.settle(outcome.epoch)
+            if (sequence := self._running.get(emission.row)) is not None:
+                progress += self._take(sequence, emission)
+        for extend in plan.extends:
+            if extend.next_token is not None and (sequence := self._running.get(extend.row)) is not None:
+                self._commit(sequence)
+        self.pages.pool.settle(outcome.epoch)
         self.rows.settle(outcome.epoch)
         return progress
 
     def take_ended(self) -> list[Progress]:
-        """Ends that no outcome carries (aborts), once."""
+        """Ends that no outcome carries (aborts, deadlines), once."""
         ended, self._ended = self._ended, []
         return ended
 
+    def _top_up(self) -> list[PageGrant]:
+        """Grows decoding requests so that the next iteration cannot reach past their pages, the most important first.
+
+        When pages are short the least important request makes room. One that nobody less important can make room for keeps what
+        it has and stops at its capacity; the most important request always finds room.
+        """
+        grants: list[PageGrant] = []
+        for sequence in sorted(self._running.values(), key=rank_of):
+            if sequence.state != "decoding":
+                continue  # a prompt holds all its pages; or it was preempted for one before it in this loop
+            count = self._growth(sequence) - len(sequence.pages)
+            if count <= 0:
+                continue
+            while count > self.pages.num_available + self.pages.pool.num_quarantined:
+                victim = max(self._running.values(), key=rank_of)
+                if victim is sequence:
+                    break
+                self._preempt(victim)
+            taken = self.pages.take(count)
+            if taken is not None:
+                grants.append(PageGrant(sequence.row, len(sequence.pages), taken))
+                sequence.pages.extend(taken)
+        return grants
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Pages with which one more iteration cannot reach the end of them: never more than one beyond what settled tokens
+        fill, as long as the rows of the iterations in the air and of one more fit a page."""
+        most = sequence.most_length(self.limits.num_drafts, self.limits.page_size)
+        return self.pages.needed(min(most + self.limits.num_drafts + 1, sequence.max_length - 1))
+
+    def _can_decode(self, sequence: Sequence) -> bool:
+        is_full = sequence.least_length >= len(sequence.pages) * self.limits.page_size
+        return sequence.state == "decoding" and not is_full
+
+    def _admit_next(self) -> Sequence | None:
+        """Gives the first that waits a row and its pages, or leaves everything as it is."""
+        if not self._waiting or not self.rows.num_free:
+            return None
+        sequence, available = self._waiting.first, self.pages.num_available
+        if (
+            self._running
+            and self._refused is not None
+            and self._refused[0] is sequence
+            and available <= self._refused[1]
+        ):
+            return None  # nothing has become free since
+        holding = self.pages.find(sequence.request.cache_salt, sequence.text, self._reusable(sequence))
+        num_cached = len(holding.pages)
+        count = self._growth_at_admission(sequence) - num_cached
+        reserve = sum(self._may_grow(running) for running in self._running.values())
+        fits = count + reserve <= self.pages.num_available
+        taken = self.pages.take(count) if fits else None
+        if taken is None:
+            self.pages.forget(holding)
+            self._refused = (sequence, available)
+            return None
+        holding.pages.extend(taken)
+        self._seat(sequence, num_cached * self.limits.page_size)
+        sequence.holding = holding
+        return sequence
+
+    def _growth_at_admission(self, sequence: Sequence) -> int:
+        return self.pages.needed(min(len(sequence.text) + self.limits.num_drafts + 1, sequence.max_length - 1))
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        return len(sequence.pages) < self.pages.needed(sequence.max_length - 1)
+
+    def _reusable(self, sequence: Sequence) -> int:
+        """Most pages to take from the cache: none while log-probabilities of the prompt are owed, whose rows must run."""
+        owes = sequence.request.params.prompt_logprobs is not None and not sequence.output
+        return 0 if owes else len(sequence.text) // self.limits.page_size
+
+    def _seat(self, sequence: Sequence, num_cached: int) -> None:
+        taken = self.rows.take(1)
+        assert taken is not None, "a free row was seen"
+        self._waiting.remove(sequence)
+        self._refused = None
+        sequence.row, sequence.state = taken[0], "prefilling"
+        sequence.prefill, sequence.launched, sequence.committed = len(sequence.text), num_cached, num_cached
+        sequence.in_flight, sequence.last_epoch = 0, -1
+        if sequence.cached is None:
+            sequence.cached = num_cached
+        self._running[sequence.row] = sequence
+        self.pages.counters.prompt_tokens += sequence.prefill
+        self.pages.counters.hit_tokens += num_cached
+
+    def _admission(self, sequence: Sequence) -> Admit:
+        request, params, output = sequence.request, sequence.request.params, sequence.output
+        return Admit(
+            row=sequence.row,
+            pages=tuple(sequence.pages),
+            max_length=sequence.max_length,
+            stop_ids=request.stop_ids,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=request.seed,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_logprobs=-1 if params.prompt_logprobs is None or output else params.prompt_logprobs,
+            num_drafts=request.num_drafts,
+            controls=controls_of(request, output),
+        )
+
+    def _extend(self, sequence: Sequence, budget: int) -> Extend:
+        start, text = sequence.launched, sequence.text
+        stop = min(start + budget, sequence.prefill)
+        sequence.launched = stop
+        if stop == sequence.prefill:
+            sequence.state = "decoding"
+        return Extend(sequence.row, start, tuple(text[start:stop]), text[stop] if stop < sequence.prefill else None)
+
+    def _launch(self, plan: Plan) -> None:
+        for row in plan.decodes:
+            self._running[row].in_flight += 1
+        for row in (*plan.decodes, *(extend.row for extend in plan.extends)):
+            self._running[row].last_epoch = plan.epoch
+        self._launched[plan.epoch] = plan
+        self._epoch += 1
+
     def _take(self, sequence: Sequence, emission: Emission) -> list[Progress]:
-        sequence.output.extend(emission.tokens)
+        sequence.text.extend(emission.tokens)
+        sequence.committed = sequence.least_length
+        self._commit(sequence)
         reason: FinishReason | None = None
         if emission.done:
             is_stop = bool(emission.tokens) and emission.tokens[-1] in sequence.request.stop_ids
             reason = "stop" if is_stop else "length"
-            self._release(sequence)
+            self._end(sequence)
         elif not emission.tokens:
             return []
         progress = Progress(
@@ -175,47 +283,45 @@ class Scheduler:
             emission.logprobs,
             accepted=emission.accepted,
             drafted=emission.drafted,
+            cached_tokens=sequence.cached or 0,
         )
         return [progress]
 
-    def _pages_needed(self, sequence: Sequence) -> int:
-        """Rows of rejected drafts reach at most K positions past the last token."""
-        return -(-(sequence.max_length + self.limits.num_drafts) // self.limits.page_size)
+    def _report(self, sequence: Sequence, some: PromptLogprobs) -> Iterable[Progress]:
+        """Passes on what a chunk says about the prompt, but for what was passed on before a preemption."""
+        stop = some.start + len(some.logprobs)
+        start = max(some.start, sequence.reported)
+        if start < stop:
+            sequence.reported = stop
+            fresh = PromptLogprobs(some.row, start, some.logprobs[start - some.start :])
+            yield Progress(sequence.request.id, (), None, prompt_logprobs=fresh, cached_tokens=sequence.cached or 0)
 
-    def _admit(self, sequence: Sequence, pages: tuple[int, ...]) -> Admit:
-        taken = self.rows.take(1)
-        assert taken is not None, "plan() checks for a free row"
-        sequence.row, sequence.pages, sequence.state = taken[0], pages, "prefilling"
-        self._running[sequence.row] = sequence
-        request, params = sequence.request, sequence.request.params
-        return Admit(
-            row=sequence.row,
-            pages=pages,
-            max_length=sequence.max_length,
-            stop_ids=request.stop_ids,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=request.seed,
-            logprobs=-1 if params.logprobs is None else params.logprobs,
-            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-            num_drafts=request.num_drafts,
-            controls=controls_of(request, sequence.output),
-        )
+    def _commit(self, sequence: Sequence) -> None:
+        if sequence.holding is not None:
+            self.pages.commit(sequence.holding, sequence.text, sequence.committed)
 
-    def _extend(self, sequence: Sequence, budget: int) -> Extend:
-        start, prompt = sequence.launched, sequence.request.prompt
-        stop = min(start + budget, len(prompt))
-        sequence.launched = stop
-        if stop == len(prompt):
-            sequence.state = "decoding"
-        return Extend(sequence.row, start, prompt[start:stop], prompt[stop] if stop < len(prompt) else None)
+    def _cancel(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._end(sequence)
+        self._ended.append(Progress(sequence.request.id, (), reason, cached_tokens=sequence.cached or 0))
 
-    def _release(self, sequence: Sequence) -> None:
-        """Gives row and pages back: free as soon as no launched iteration can touch them."""
+    def _preempt(self, sequence: Sequence) -> None:
+        self._unseat(sequence)
+        sequence.state = "waiting"
+        self._waiting.add(sequence)
+        self.num_preemptions += 1
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.state == "waiting":
+            self._waiting.remove(sequence)
+        else:
+            self._unseat(sequence)
         sequence.state = "finished"
-        self.pages.give_back(sequence.pages, sequence.last_epoch)
+        del self._by_id[sequence.request.id]
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Gives row and pages back: free, or shared as far as they are settled, once no launched iteration can touch them."""
+        assert sequence.holding is not None, "what runs holds pages"
+        self.pages.release(sequence.holding, sequence.text, sequence.committed, sequence.last_epoch)
         self.rows.give_back((sequence.row,), sequence.last_epoch)
         del self._running[sequence.row]
-        del self._by_id[sequence.request.id]
+        sequence.holding = None

@@ -1,140 +1,67 @@
-"""The scheduler under random events, with a stand-in for the device: nothing is lost, shared, leaked or over-committed."""
+"""The scheduler's rules one by one: fairness, growth, admission, preemption, priority, limits, deadlines, reuse."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from legato.plan import Emission, Outcome, Plan
-from legato.schedule import Limits, Pool, Progress, Request, RequestError, Scheduler
+from legato.plan import Outcome, Plan
+from legato.schedule import Limits, Pool, Progress, QueueFull, Request, RequestError, Scheduler
 from legato.types import SamplingParams
+from tests.schedule.device import EOS, Device, reference
 
-K = 3
-PAGE = 4
-EOS = 99
-LIMITS = Limits(max_running=3, chunk_tokens=12, context=40, num_drafts=K, num_pages=15, page_size=PAGE)
-
-
-@dataclass
-class Device:
-    """Carries out plans as the runner would, with given acceptance: owns lengths, cuts at limits, freezes finished rows."""
-
-    length: dict[int, int] = field(default_factory=dict)
-    limit: dict[int, int] = field(default_factory=dict)
-    pages: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    done: dict[int, bool] = field(default_factory=dict)
-
-    def run(self, plan: Plan, accepted: int, ends: bool) -> Outcome:
-        emissions: list[Emission] = []
-        for admit in plan.admits:
-            self.limit[admit.row], self.pages[admit.row] = admit.max_length, admit.pages
-            self.done[admit.row], self.length[admit.row] = False, 0
-        for extend in plan.extends:
-            assert extend.start == self.length[extend.row], "chunks follow each other without gap or overlap"
-            self.length[extend.row] += len(extend.tokens)
-            self.check_pages(extend.row, self.length[extend.row])
-            if extend.next_token is None:
-                emissions.append(self.emit(extend.row, 1, ends, 0))
-        for row in plan.decodes:
-            if not self.done[row]:
-                self.check_pages(row, self.length[row] + K)
-            emissions.append(self.emit(row, 0 if self.done[row] else accepted + 1, ends, K))
-        return Outcome(plan.epoch, tuple(emissions))
-
-    def emit(self, row: int, count: int, ends: bool, drafted: int) -> Emission:
-        if self.done[row]:
-            return Emission(row, (), True, 0, 0)
-        count = min(count, self.limit[row] - self.length[row])
-        tokens = [1] * count
-        if ends:
-            tokens[-1] = EOS
-        self.length[row] += count
-        self.done[row] = ends or self.length[row] >= self.limit[row]
-        return Emission(row, tuple(tokens), self.done[row], count - 1, drafted)
-
-    def check_pages(self, row: int, length: int) -> None:
-        assert length <= len(self.pages[row]) * PAGE, "a row reaches past its pages"
+LIMITS = Limits(max_running=4, chunk_tokens=12, context=40, num_drafts=3, num_pages=99, page_size=4)
+SEED = -3
+WIDE = Limits(max_running=4, chunk_tokens=512, context=1024, num_drafts=7, num_pages=99, page_size=64)
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts and turns in any order, with up to one flight in the air (overlap) or none."""
+class Bench:
+    """A scheduler and a toy device, turned by hand; `overlap` as in the engine's loop."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler, self.device = Scheduler(LIMITS), Device()
+    def __init__(self, limits: Limits, overlap: bool = False) -> None:
+        self.scheduler, self.device, self.overlap = Scheduler(limits), Device(limits), overlap
         self.flight: Outcome | None = None
-        self.flying: Plan | None = None
-        self.open: dict[str, int] = {}
-        self.ended: dict[str, int] = {}
-        self.produced: dict[str, int] = {}
-        self.count = 0
+        self.plans: list[Plan] = []
+        self.progress: list[Progress] = []
+        self.luck = random.Random(0)
 
-    @rule(prompt=st.integers(1, 45), max_tokens=st.one_of(st.none(), st.integers(1, 45)))
-    def arrive(self, prompt: int, max_tokens: int | None) -> None:
-        self.count += 1
-        request = Request(f"r{self.count}", (1,) * prompt, SamplingParams(max_tokens=max_tokens), (EOS,), 0)
-        fits = prompt < LIMITS.context and (max_tokens is None or prompt + max_tokens <= LIMITS.context)
-        if not fits:
-            with pytest.raises(RequestError):
-                self.scheduler.add(request)
-            return
-        self.scheduler.add(request)
-        self.open[request.id] = LIMITS.context - prompt if max_tokens is None else max_tokens
+    def add(self, name: str, prompt: int | tuple[int, ...], max_tokens: int | None = None, **more) -> None:
+        prompt = (1,) * prompt if isinstance(prompt, int) else prompt
+        self.scheduler.add(Request(name, prompt, SamplingParams(max_tokens=max_tokens), (EOS,), SEED, **more))
 
-    @rule(accepted=st.integers(0, K), ends=st.booleans(), overlap=st.booleans())
-    def turn(self, accepted: int, ends: bool, overlap: bool) -> None:
-        plan = self.scheduler.plan()
-        rows = [extend.row for extend in plan.extends] + list(plan.decodes)
-        assert len(rows) == len(set(rows)), "a row runs at most once per iteration"
-        assert sum(len(e.tokens) for e in plan.extends) <= LIMITS.chunk_tokens
-        launched = None if plan.is_empty else self.device.run(plan, accepted, ends)
-        landing = [self.flight] if overlap else [self.flight, launched]
-        self.flight = launched if overlap else None
-        self.take(self.scheduler.take_ended())
-        for outcome in landing:
-            if outcome is not None:
-                self.take(self.scheduler.settle(outcome))
+    def turn(self, count: int = 1, now: float = 0.0) -> Plan:
+        for _ in range(count):
+            plan = self.scheduler.plan(now)
+            self.plans.append(plan)
+            launched = None if plan.is_empty else self.device.run(plan, self.luck)
+            landing = [self.flight] if self.overlap else [launched]
+            self.flight = launched if self.overlap else None
+            self.progress += self.scheduler.take_ended()
+            for outcome in landing:
+                self.progress += [] if outcome is None else self.scheduler.settle(outcome)
+        return self.plans[-1]
 
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        if self.open:
-            self.scheduler.abort(data.draw(st.sampled_from(sorted(self.open))))
-            self.take(self.scheduler.take_ended())
+    def finish(self, now: float = 0.0) -> None:
+        for _ in range(2000):
+            if not (self.scheduler.has_work or self.flight):
+                return
+            self.turn(now=now)
+        raise AssertionError("nothing ends")
 
-    def take(self, progress: list[Progress]) -> None:
-        for entry in progress:
-            assert entry.request_id in self.open, "progress for a request that has ended or never was"
-            self.produced[entry.request_id] = self.produced.get(entry.request_id, 0) + len(entry.tokens)
-            assert self.produced[entry.request_id] <= self.open[entry.request_id], "more tokens than allowed"
-            if entry.finish_reason == "length":
-                assert self.produced[entry.request_id] == self.open[entry.request_id]
-            if entry.finish_reason is not None:
-                self.ended[entry.request_id] = self.ended.get(entry.request_id, 0) + 1
-                del self.open[entry.request_id]
+    def running(self) -> list[str]:
+        return sorted(sequence.request.id for sequence in self.scheduler._running.values())
 
-    @invariant()
-    def conserved(self) -> None:
-        for pool in (self.scheduler.pages, self.scheduler.rows):
-            assert pool.num_free + pool.num_quarantined + pool.num_granted == pool.capacity
-        assert all(count == 1 for count in self.ended.values())
+    def text(self, name: str) -> list[int]:
+        return [token for entry in self.progress if entry.request_id == name for token in entry.tokens]
 
-    def teardown(self) -> None:
-        """Everything admitted ends, and every page and row comes home."""
-        for _ in range(400):
-            if not self.scheduler.has_work and self.flight is None:
-                break
-            self.turn(accepted=K, ends=False, overlap=False)
-        assert not self.open
-        for pool in (self.scheduler.pages, self.scheduler.rows):
-            assert pool.num_free == pool.capacity
+    def end(self, name: str) -> str | None:
+        (reason,) = [entry.finish_reason for entry in self.progress if entry.request_id == name and entry.finish_reason]
+        return reason
 
-
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=80, deadline=None)
+    def cached(self, name: str) -> int:
+        return next(entry.cached_tokens for entry in self.progress if entry.request_id == name)
 
 
 def test_pages_come_back_only_after_their_last_flight() -> None:
@@ -152,12 +79,207 @@ def test_pages_come_back_only_after_their_last_flight() -> None:
 
 def test_prompts_move_beside_running_requests() -> None:
     """Three rows decode 4 rows each: all 12 of the iteration. The waiting prompt still gets its quarter."""
-    scheduler = Scheduler(Limits(max_running=4, chunk_tokens=12, context=40, num_drafts=3, num_pages=99, page_size=4))
-    device = Device()
+    bench = Bench(LIMITS)
     for name in "abc":
-        scheduler.add(Request(name, (1,), SamplingParams(max_tokens=30), (), 0))
-    scheduler.settle(device.run(scheduler.plan(), 0, False))
-    scheduler.add(Request("d", (1,) * 10, SamplingParams(max_tokens=2), (), 0))
-    plan = scheduler.plan()
+        bench.add(name, 1, 30)
+    bench.turn()
+    bench.add("d", 10, 2)
+    plan = bench.turn()
     assert len(plan.decodes) == 3
     assert [len(extend.tokens) for extend in plan.extends] == [3]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_spare_page_is_enough(overlap: bool) -> None:
+    """With pages to spare nothing ever stops at its capacity, and no request holds more than a page beyond its settled text."""
+    bench = Bench(WIDE, overlap)
+    for number, prompt in enumerate((1, 56, 57, 63, 64, 65, 128, 200)):
+        bench.add(f"r{number}", prompt, 300)
+    while bench.scheduler.has_work:
+        bench.turn()
+        for sequence in bench.scheduler._running.values():
+            if sequence.state == "decoding" and len(sequence.text) > len(sequence.request.prompt):
+                assert len(sequence.pages) <= (len(sequence.text) - 1) // 64 + 2
+    for number, prompt in enumerate((1, 56, 57, 63, 64, 65, 128, 200)):
+        assert bench.text(f"r{number}") == list(reference((1,) * prompt, SEED, 300))
+    assert bench.scheduler.num_preemptions == bench.device.num_stalls == 0
+
+
+def test_admission_leaves_a_page_for_everyone_who_runs() -> None:
+    """8 pages. "a" holds 4 (12 tokens and K + 1 rows); "b" would need the other 4, and one must stay for "a" to grow into."""
+    bench = Bench(replace(LIMITS, num_pages=9))
+    bench.add("a", (1,) * 12, 20)
+    bench.add("b", (2,) * 12, 4)
+    bench.turn()
+    assert bench.running() == ["a"]
+    bench.finish()
+    assert bench.scheduler.num_preemptions == 0 and bench.end("b") == "length"
+
+
+def test_it_is_admitted_as_soon_as_pages_are_free() -> None:
+    bench = Bench(replace(LIMITS, num_pages=13, prefix_cache=False))
+    bench.add("long", 8, 32)
+    bench.add("short", 12, 1)
+    bench.add("next", 20, 4)
+    bench.turn(2)
+    assert "next" not in bench.running()
+    while bench.scheduler._by_id.keys() >= {"short"}:
+        bench.turn()
+    bench.turn(2)
+    assert bench.running() == ["long", "next"] or bench.end("next")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_least_important_makes_room_and_says_nothing_twice(overlap: bool) -> None:
+    """A pool of 1.2 requests: constant preemption, and every text is the text alone."""
+    bench = Bench(replace(LIMITS, num_pages=13), overlap)
+    prompts = {f"r{n}": tuple((n + i) % 3 for i in range(6)) for n in range(5)}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        bench.add(name, prompt, priority=number % 2)
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert bench.text(name) == list(reference(prompt, SEED, 34))
+
+
+def test_the_most_important_is_never_preempted_for_another() -> None:
+    bench = Bench(replace(LIMITS, num_pages=13))
+    preempted: list[str] = []
+    preempt = bench.scheduler._preempt
+    bench.scheduler._preempt = lambda sequence: (preempted.append(sequence.request.id), preempt(sequence))
+    bench.add("low", (0, 1, 2), priority=0)
+    bench.add("high", (2, 1, 0), priority=1)
+    bench.add("later", (2, 2, 0), priority=0)
+    bench.finish()
+    assert preempted and "high" not in preempted
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempting_the_only_request_does_not_stop_it(overlap: bool) -> None:
+    bench = Bench(replace(LIMITS, num_pages=11), overlap)
+    bench.add("a", 6)
+    for _ in range(12):
+        bench.turn()
+        bench.scheduler.preempt("a")
+        bench.turn()
+    bench.finish()
+    assert bench.text("a") == list(reference((1,) * 6, SEED, 34))
+
+
+def test_priority_then_arrival() -> None:
+    bench = Bench(replace(LIMITS, max_running=1))
+    for name, priority in (("a", 0), ("b", 0), ("c", 2), ("d", 1), ("e", 2)):
+        bench.add(name, 3, 2, priority=priority)
+    bench.finish()
+    assert [entry.request_id for entry in bench.progress if entry.finish_reason] == ["c", "e", "d", "a", "b"]
+
+
+def test_the_queue_has_a_limit() -> None:
+    bench = Bench(replace(LIMITS, max_running=1, max_waiting=2))
+    bench.add("a", 3, 9)
+    bench.turn()
+    bench.add("b", 3, 2)
+    bench.add("c", 3, 2)
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        bench.add("d", 3, 2)
+    bench.finish()
+    bench.add("d", 3, 2)
+    bench.finish()
+    assert [bench.end(name) for name in "abcd"] == ["length"] * 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_deadlines_end_what_waits_and_what_runs(overlap: bool) -> None:
+    bench = Bench(replace(LIMITS, max_running=1, num_drafts=0), overlap)
+    bench.add("runs", 3, 30, deadline=5.0)
+    bench.add("waits", 3, 30, deadline=5.0)
+    bench.add("has time", 3, 2, deadline=9.0)
+    bench.turn(3, now=4.9)
+    bench.finish(now=5.0)
+    assert [bench.end(name) for name in ("runs", "waits", "has time")] == ["deadline", "deadline", "length"]
+    assert 0 < len(bench.text("runs")) < 30 and not bench.text("waits")
+
+
+def test_impossible_requests_are_refused_with_the_numbers() -> None:
+    bench = Bench(replace(LIMITS, num_pages=6))
+    for prompt, max_tokens, message in (
+        (0, 1, "no tokens"),
+        (40, 1, "40 tokens; the context of 40"),
+        (30, 11, "more than the context of 40"),
+        (18, 4, "grow to 22 tokens; the cache holds 20"),
+        (21, None, "the cache holds 20"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            bench.add("a", prompt, max_tokens)
+    bench.add("a", 18, 3)
+    bench.add("b", 20)
+    bench.finish()
+    assert len(bench.text("a")) == 3 and len(bench.text("b")) == 1
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("room", [1.5, 20])
+def test_a_growing_conversation_is_found_again(drafts: int, room: float) -> None:
+    """Ten turns that repeat everything before: all full pages but at most one are found, drafts or not, pool tight or not."""
+    limits = replace(WIDE, context=2048, num_drafts=drafts, num_pages=int(room * 16) + 1)
+    bench, text, before = Bench(limits), tuple(i % 3 for i in range(100)), 0
+    for number in range(10):
+        name = f"t{number}"
+        bench.add(name, text, 40)
+        bench.finish()
+        assert bench.cached(name) >= (before - 1) // 64 * 64 - 64
+        before = len(text) + len(bench.text(name))
+        text += tuple(bench.text(name)) + tuple(range(3)) * 10
+
+
+def test_siblings_share_up_to_the_page_before_they_part() -> None:
+    bench = Bench(WIDE)
+    stem = tuple(i % 3 for i in range(129))
+    bench.add("stem", stem, 8)
+    bench.finish()
+    for cut, hit in ((63, 0), (64, 0), (65, 64), (127, 64), (128, 64), (129, 128)):
+        other = (stem[cut] + 1) % 3 if cut < 129 else 0
+        bench.add(f"c{cut}", (*stem[:cut], other, 1, 1), 8)
+        bench.finish()
+        assert bench.cached(f"c{cut}") == hit, cut
+
+
+def test_salts_and_flushes_and_switched_off() -> None:
+    bench = Bench(WIDE)
+    bench.add("a", 200, 4, cache_salt="x")
+    bench.finish()
+    bench.add("b", 200, 4, cache_salt="y")
+    bench.add("c", 200, 4, cache_salt="x")
+    bench.finish()
+    assert [bench.cached(name) for name in "abc"] == [0, 0, 192]
+    assert bench.scheduler.flush_cache() == 6
+    bench.add("d", 200, 4, cache_salt="x")
+    bench.finish()
+    assert bench.cached("d") == 0
+    off = Bench(replace(WIDE, prefix_cache=False))
+    for name in "ab":
+        off.add(name, 200, 4)
+        off.finish()
+    assert off.cached("b") == 0 and off.scheduler.pages.num_cached == 0
+
+
+def test_an_aborted_prompt_leaves_what_was_settled() -> None:
+    """Two chunks of 128 tokens have come back and a third is in the air: four pages can be found, not six."""
+    bench = Bench(replace(WIDE, chunk_tokens=128), overlap=True)
+    bench.add("a", 400, 4)
+    bench.turn(3)
+    bench.scheduler.abort("a")
+    bench.turn(2)
+    bench.add("b", 400, 4)
+    bench.finish()
+    assert bench.end("a") == "abort" and bench.cached("b") == 256
+
+
+def test_prompt_logprobs_run_the_whole_prompt() -> None:
+    bench = Bench(WIDE)
+    bench.add("a", 200, 4)
+    bench.finish()
+    params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    bench.scheduler.add(Request("b", (1,) * 200, params, (EOS,), 3))
+    bench.finish()
+    assert bench.cached("b") == 0

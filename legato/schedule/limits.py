@@ -1,0 +1,56 @@
+"""What the machine offers to all requests together, and how long one may become.
+
+Numbers only; settled at start-up. Read by the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from legato.schedule.request import Request, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine offers.
+
+    Attributes:
+        max_running: device rows.
+        chunk_tokens: most rows that one iteration runs.
+        context: longest prompt plus output.
+        num_drafts: K.
+        num_pages: pages of `page_size` tokens, the dummy page 0 included.
+        prefix_cache: whether pages are found again by later requests.
+        max_waiting: most requests that wait; `None`: any number.
+    """
+
+    max_running: int
+    chunk_tokens: int
+    context: int
+    num_drafts: int
+    num_pages: int
+    page_size: int
+    prefix_cache: bool = True
+    max_waiting: int | None = None
+
+    def max_length(self, request: Request) -> int:
+        """Most tokens of prompt and output together. The last of them is never run, so it needs no place in the cache.
+
+        Raises:
+            RequestError: the prompt is empty or too long, or the request could need more pages than there are.
+        """
+        prompt_len, asked = len(request.prompt), request.params.max_tokens
+        room = (self.num_pages - 1) * self.page_size
+        if not request.prompt:
+            raise RequestError("the prompt has no tokens")
+        if prompt_len >= self.context:
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens; the context of {self.context} must also hold at least one new token"
+            )
+        if asked is not None and prompt_len + asked > self.context:
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens and max_tokens is {asked}: together more than the context of {self.context}"
+            )
+        if prompt_len + (asked or 1) - 1 > room:
+            raise RequestError(f"the request can grow to {prompt_len + (asked or 1)} tokens; the cache holds {room}")
+        return min(self.context, room + 1) if asked is None else prompt_len + asked

@@ -25,7 +25,8 @@ from legato.checkpoints import SMALL
 from legato.model.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "legato").rglob("*.md")])
+FOLDERS = ("docs", "legato", "records", "tools")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 OWN_PATH = re.compile(r"`((?:legato|docs|tests|tools|records)/[\w./*{},-]+)`")

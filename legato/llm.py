@@ -310,4 +310,5 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     tokens = [tokenizer.token_bytes(index) for index in range(vocab_size)]
     for text, index in tokenizer.control.items():
         tokens[index] = text.encode()
-    return Vocabulary(tuple(tokens), frozenset(tokenizer.control.values()), tuple(sorted(tokenizer.stop_ids)))
+    control_ids, end_ids = frozenset(tokenizer.control.values()), tuple(sorted(tokenizer.stop_ids))
+    return Vocabulary(tuple(tokens), control_ids, end_ids, tokenizer.encode)

@@ -76,7 +76,8 @@ class SamplingParams:
         logit_bias: token id to a value in -100..100 that is added to its logit; -100 takes the token away.
         allowed_token_ids: the only tokens that may be generated, or `None`.
         bad_token_ids: tokens that may not be generated.
-        json_schema: JSON text or a mapping; the text is JSON that fits it, with at most 40 characters of whitespace in a row.
+        json_schema: JSON text or a mapping; the text is JSON that fits it. Between its parts stands at most one space, or
+            one line break with up to 32 characters of indentation.
         regex: the whole text matches it.
         grammar: the whole text is a `start` of this grammar, in llguidance's Lark notation. At most one of these three.
         grammar_after: token id; the grammar holds behind its first appearance only. `LLM.chat` sets it when the answer starts

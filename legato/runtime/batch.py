@@ -6,6 +6,7 @@ read from the device table, never from the host. Called by the runner.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ class _Lists:
     first: list[int]
 
 
-def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int) -> Batch:
+def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain: Container[int] = ()) -> Batch:
     """Lays out an iteration.
 
     Args:
@@ -77,44 +78,43 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int) -> Bat
         rows: the device table; decoding rows read their tokens and lengths from it.
         spec: the model's shapes.
         num_drafts: K, the drafts that decoding rows verify.
+        plain: device rows that decode without drafts.
     """
     device = rows.tokens.device
     lists = _known_rows(plan)
     num_known, num_chunk_samplers = len(lists.ids), len(lists.first)
-    width = num_drafts + 1 if plan.decodes else 1
-    for index, row in enumerate(plan.decodes):
-        lists.sampler_of += [num_chunk_samplers + index] * width
-        lists.offset += range(width)
-        lists.device_rows += [row] * width
-        lists.first.append(num_known + index * width)
+    drafted = [0] * num_chunk_samplers + [0 if row in plain else num_drafts for row in plan.decodes]
+    for row, count in zip(plan.decodes, drafted[num_chunk_samplers:], strict=True):
+        lists.sampler_of += [len(lists.first)] * (count + 1)
+        lists.first.append(len(lists.offset))
+        lists.offset += range(count + 1)
+        lists.device_rows += [row] * (count + 1)
         lists.sampler_rows.append(row)
 
     def column(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    decodes = column(list(plan.decodes))
-    lengths = rows.lengths[decodes]
-    tokens = rows.tokens[decodes, :width]
-    arange = torch.arange(width, device=device)
-    ids = torch.cat((column(lists.ids), tokens.reshape(-1)))
-    positions = torch.cat((column(lists.positions), (lengths[:, None] + arange).reshape(-1)))
-    next_ids = torch.cat((column(lists.next_ids), torch.zeros_like(tokens).reshape(-1)))
-    step = make_step(positions, column(lists.device_rows), rows, spec)
+    device_rows, offset = column(lists.device_rows), column(lists.offset)
+    decoding, depth = device_rows[num_known:], offset[num_known:]
+    tokens = rows.tokens[decoding, depth]
+    ids = torch.cat((column(lists.ids), tokens))
+    positions = torch.cat((column(lists.positions), rows.lengths[decoding] + depth))
+    next_ids = torch.cat((column(lists.next_ids), torch.zeros_like(tokens)))
+    step = make_step(positions, device_rows, rows, spec)
     if not lists.first:
         return Batch(ids, next_ids, step, None)
 
-    first = column(lists.first)
-    drafted = torch.zeros_like(first)
-    drafted[num_chunk_samplers:] = width - 1
-    drafts = torch.cat((torch.zeros_like(ids[:1]).expand(num_chunk_samplers, width - 1), tokens[:, 1:]))
+    first, sampler_rows, width = column(lists.first), column(lists.sampler_rows), max(drafted) + 1
+    offered = column(drafted)
+    drafts = rows.tokens[sampler_rows, 1:width].masked_fill(offered[:, None] == 0, 0)
     samplers = Samplers(
-        rows=column(lists.sampler_rows),
+        rows=sampler_rows,
         base=positions[first],
-        num_drafts=drafted,
+        num_drafts=offered,
         drafts=drafts,
-        row_index=first[:, None] + torch.minimum(arange, drafted[:, None]),
+        row_index=first[:, None] + torch.minimum(torch.arange(width, device=device), offered[:, None]),
         sampler_of=column(lists.sampler_of),
-        offset=column(lists.offset),
+        offset=offset,
     )
     return Batch(ids, next_ids, step, samplers)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from legato.types import Grammar, ParameterError
 
-MAX_WHITESPACE = 40
-"""Characters of whitespace in a row that JSON text may hold between its parts: enough to indent, too few to run away."""
+MAX_INDENT = 32
+"""Between its parts JSON text may hold one space, or one line break and this much indentation: nothing that can run away."""
 CACHED_GRAMMARS = 64
 LOG = logging.getLogger(__name__)
 
@@ -28,15 +28,19 @@ LOG = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What a grammar must know of the tokenizer: the bytes of each of W token ids (empty: never allowed), which ids are control
-    tokens (allowed only where a grammar names them), and which end the text."""
+    tokens (allowed only where a grammar names them), which end the text, and how ordinary text is split into tokens.
+
+    Where a grammar leaves one way to go on (a property name, say), that text is allowed in the tokenizer's own split only: the
+    one that the model has been trained on."""
 
     tokens: tuple[bytes, ...]
     control_ids: frozenset[int]
     end_ids: tuple[int, ...]
+    encode: Callable[[str], list[int]]
 
 
 class _Tokens:
-    """A vocabulary in the shape that llguidance reads. It only calls it to split forced text, which the engine does not use."""
+    """A vocabulary in the shape that llguidance reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -45,11 +49,10 @@ class _Tokens:
         self.tokens = list(vocabulary.tokens)
         self.special_token_ids = sorted(vocabulary.control_ids)
         self.eos_token_id = vocabulary.end_ids[0]
-        self._byte_ids = {token: index for index, token in enumerate(self.tokens) if len(token) == 1}
+        self._encode = vocabulary.encode
 
     def __call__(self, text: bytes | str) -> list[int]:
-        data = text.encode() if isinstance(text, str) else text
-        return [self._byte_ids[data[at : at + 1]] for at in range(len(data)) if data[at : at + 1] in self._byte_ids]
+        return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
 
 
 class Grammars:
@@ -105,7 +108,7 @@ class Grammars:
 
 def _source(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
-        bounded = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}", "whitespace_flexible": True}
+        bounded = {"whitespace_pattern": rf" |\r?\n[ \t]{{0,{MAX_INDENT}}}", "whitespace_flexible": True}
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=cast(Any, bounded))
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)

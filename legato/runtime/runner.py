@@ -16,25 +16,16 @@ from legato.model.glm import Glm
 from legato.model.mtp import Mtp
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights
-from legato.ops import logprobs
 from legato.plan import Admit, Emission, Outcome, Plan
 from legato.runtime.batch import build_batch
 from legato.runtime.cache import CacheLayout
 from legato.runtime.controls import ControlTable
 from legato.runtime.draw import ControlledDraw, Draw, PlainDraw, choose_general, choose_greedy
 from legato.runtime.grammar import Gate, Grammars
+from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
 from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration, Verified
 from legato.types import TokenLogprob
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log-probabilities of sampled tokens and their rivals: chosen [B, R]; top ids and values [B, R, n]."""
-
-    chosen: Tensor
-    top_ids: Tensor
-    top_values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +34,22 @@ class Flight:
 
     plan: Plan
     sampler_rows: tuple[int, ...]
+    drafted: tuple[int, ...]
     verified: Verified | None
     logprobs: Logprobs | None
     wanted_logprobs: tuple[int, ...]
+    prompt_logprobs: tuple[PromptChunk, ...] = ()
 
     def outcome(self) -> Outcome:
         """What came back, row by row."""
+        prompt_logprobs = tuple(chunk.values() for chunk in self.prompt_logprobs)
         if self.verified is None:
-            return Outcome(self.plan.epoch, ())
+            return Outcome(self.plan.epoch, (), prompt_logprobs)
         sampled: list[list[int]] = self.verified.sampled.tolist()
         counts: list[int] = self.verified.counts.tolist()
         accepted: list[int] = self.verified.accepted.tolist()
         done: list[bool] = self.verified.done.tolist()
         live: list[bool] = self.verified.live.tolist()
-        num_chunks = len(self.sampler_rows) - len(self.plan.decodes)
-        drafted = len(sampled[0]) - 1
         return Outcome(
             self.plan.epoch,
             tuple(
@@ -66,23 +58,19 @@ class Flight:
                     tokens=tuple(sampled[index][: counts[index]]),
                     done=done[index],
                     accepted=accepted[index],
-                    drafted=drafted if index >= num_chunks and live[index] else 0,
+                    drafted=self.drafted[index] if live[index] else 0,
                     logprobs=self._logprobs(index, sampled[index], counts[index]),
                 )
                 for index, row in enumerate(self.sampler_rows)
             ),
+            prompt_logprobs,
         )
 
     def _logprobs(self, index: int, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...] | None:
         top = self.wanted_logprobs[index]
         if self.logprobs is None or top < 0:
             return None
-        chosen: list[float] = self.logprobs.chosen[index].tolist()
-        ids: list[list[int]] = self.logprobs.top_ids[index, :, :top].tolist()
-        values: list[list[float]] = self.logprobs.top_values[index, :, :top].tolist()
-        return tuple(
-            TokenLogprob(tokens[r], chosen[r], tuple(zip(ids[r], values[r], strict=True))) for r in range(count)
-        )
+        return self.logprobs.rows(index).entries(tokens[:count], top)
 
 
 class Runner:
@@ -102,7 +90,9 @@ class Runner:
         self._controls = ControlTable(self.rows, spec.vocab_size)
         self._gates: dict[int, Gate] = {}
         self._temperature: dict[int, float] = {}
+        self._plain: set[int] = set()
         self._wanted_logprobs: dict[int, int] = {}
+        self._wanted_prompt_logprobs: dict[int, int] = {}
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
@@ -115,10 +105,23 @@ class Runner:
         for grant in plan.grants:
             self.rows.grant(grant)
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
-        batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts)
-        _, verified = self.iteration.run(batch, self.rows, self._draw(sampler_rows))
+        batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts, self._plain)
+        hidden, verified = self.iteration.run(batch, self.rows, self._draw(sampler_rows))
         wanted = tuple(self._wanted_logprobs[row] for row in sampler_rows)
-        return Flight(plan, sampler_rows, verified, self._logprobs(verified, wanted), wanted)
+        return Flight(
+            plan,
+            sampler_rows,
+            self._drafted(plan, sampler_rows),
+            verified,
+            self._logprobs(verified, wanted),
+            wanted,
+            self._prompt_logprobs(plan, hidden),
+        )
+
+    def _drafted(self, plan: Plan, sampler_rows: Sequence[int]) -> tuple[int, ...]:
+        """How many drafts each sampling row verifies."""
+        decodes = set(plan.decodes) - self._plain
+        return tuple(self.settings.num_drafts if row in decodes else 0 for row in sampler_rows)
 
     def _admit(self, admit: Admit) -> None:
         row, controls = admit.row, admit.controls
@@ -131,6 +134,8 @@ class Runner:
             self._gates[row] = self.grammars.gate(controls.grammar, controls.generated)
         self._temperature[row] = admit.temperature
         self._wanted_logprobs[row] = admit.logprobs
+        self._wanted_prompt_logprobs[row] = admit.prompt_logprobs
+        (self._plain.add if admit.num_drafts == 0 else self._plain.discard)(row)
 
     def _draw(self, sampler_rows: Sequence[int]) -> Draw:
         """The cheapest way to choose that is right for all rows that sample."""
@@ -145,9 +150,18 @@ class Runner:
         if verified is None or max(wanted, default=-1) < 0:
             return None
         num_requests, width, vocab = verified.logits.shape
-        chosen, top_ids, top_values = logprobs(verified.logits.view(-1, vocab), verified.sampled.view(-1), max(wanted))
-        return Logprobs(
-            chosen.view(num_requests, width),
-            top_ids.view(num_requests, width, -1),
-            top_values.view(num_requests, width, -1),
+        return token_logprobs(verified.logits.view(-1, vocab), verified.sampled.view(-1), max(wanted)).shaped(
+            num_requests, width
         )
+
+    def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> tuple[PromptChunk, ...]:
+        """For chunks of prompts whose log-probabilities are wanted; the rows of extends come first, in order."""
+        chunks: list[PromptChunk] = []
+        first = 0
+        for extend in plan.extends:
+            top = self._wanted_prompt_logprobs[extend.row]
+            if top >= 0:
+                rows = hidden[first : first + len(extend.tokens)]
+                chunks.append(chunk_logprobs(extend, rows, top, self.iteration.target.logits))
+            first += len(extend.tokens)
+        return tuple(chunks)

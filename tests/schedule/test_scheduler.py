@@ -117,16 +117,15 @@ def test_admission_leaves_a_page_for_everyone_who_runs() -> None:
 
 
 def test_it_is_admitted_as_soon_as_pages_are_free() -> None:
-    bench = Bench(replace(LIMITS, num_pages=13, prefix_cache=False))
+    """12 pages: 3 for "long", 3 for "short", and "next" needs 6 while one must stay for "long"."""
+    bench = Bench(replace(LIMITS, num_pages=13, chunk_tokens=64, prefix_cache=False))
     bench.add("long", 8, 32)
     bench.add("short", 12, 1)
     bench.add("next", 20, 4)
-    bench.turn(2)
-    assert "next" not in bench.running()
-    while bench.scheduler._by_id.keys() >= {"short"}:
-        bench.turn()
-    bench.turn(2)
-    assert bench.running() == ["long", "next"] or bench.end("next")
+    bench.turn()
+    assert bench.running() == ["long"] and bench.end("short") == "length" and bench.scheduler.num_waiting == 1
+    bench.turn()
+    assert bench.running() == ["long", "next"]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -64,7 +64,8 @@ class Config:
     """An engine's settings. `model` is a directory, a hub id, or `None` for the checkpoint that ships with Legato.
 
     `num_drafts` (K) is how many tokens the MTP layer drafts per iteration, 0..7; `None`: 5, or 0 when the checkpoint has no MTP
-    layer.
+    layer. `verify_speculation` is the share (0..1) of requests that are replayed without drafts when they have finished, to see
+    that the tokens are the same; it costs that share of the work again.
 
     Raises:
         ConfigError: a value is out of range; the message names the setting.
@@ -75,10 +76,13 @@ class Config:
     cache: CacheConfig = CacheConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    verify_speculation: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_drafts is not None and not 0 <= self.num_drafts <= MAX_DRAFTS:
             raise ConfigError(f"num_drafts must be between 0 and {MAX_DRAFTS}, got {self.num_drafts}")
+        if not 0.0 <= self.verify_speculation <= 1.0:
+            raise ConfigError(f"verify_speculation must be a share between 0 and 1, got {self.verify_speculation}")
         if self.schedule.max_running < 1:
             raise ConfigError(f"max_running must be at least 1, got {self.schedule.max_running}")
         if self.schedule.chunk_tokens < 1:
@@ -111,6 +115,7 @@ class Resolved:
     ops: Mapping[str, str]
     prefix_cache: bool = True
     max_waiting: int | None = None
+    verify_speculation: float = 0.0
 
     @property
     def num_pages(self) -> int:
@@ -163,6 +168,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         ops=execution.ops,
         prefix_cache=config.cache.prefix,
         max_waiting=schedule.max_waiting,
+        verify_speculation=config.verify_speculation,
     )
 
 

@@ -249,6 +249,19 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a request and its replay without drafts parted: as token `position` of its output the request emitted `emitted`, the
+    replay `replayed` (`None`: it had ended). `margin` is the distance between the model's two best logits there (before any
+    penalty, bias or grammar): a large one means a fault, one near 0 an accident of rounding."""
+
+    request_id: str
+    position: int
+    emitted: int
+    replayed: int | None
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counters of an engine since it started (or since `reset`).
 
@@ -263,6 +276,13 @@ class Stats:
     decode_seconds: float = 0.0
     accepted_at: tuple[int, ...] = field(default=())
     """`accepted_at[a]`: how often a decoding request accepted exactly `a` drafts."""
+    checked: int = 0
+    """Requests that were replayed without drafts (`Config.verify_speculation`)."""
+    diverged: int = 0
+    """Of those, how many gave other tokens; `first_divergence` says where the first one did."""
+    first_divergence: Divergence | None = None
+    collapsed: int = 0
+    """Requests whose accept length was below 1.4, or whose drafts were accepted by more than 96 %, after 128 tokens."""
     hit_tokens: int = 0
     """Tokens found in the prefix cache (`prompt_tokens` are those that were run). Never reset, as the rest."""
     cached_pages: int = 0

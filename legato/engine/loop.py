@@ -9,16 +9,18 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from legato.engine.selfcheck import AcceptMonitor, SelfCheck
 from legato.plan import Outcome, Plan
 from legato.runtime.runner import Flight, Runner
-from legato.schedule import Progress, Request, Scheduler
+from legato.schedule import Progress, Request, RequestError, Scheduler
 from legato.types import Stats
 
 
 class Engine:
     """Requests in, progress out. Not thread-safe: one caller submits, aborts and turns."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, overlap: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, overlap: bool, check: SelfCheck | None = None) -> None:
+        self._check, self._monitor = check or SelfCheck(0.0), AcceptMonitor()
         self._scheduler, self.runner, self._overlap = scheduler, runner, overlap
         self._flight: Flight | None = None
         self._stats = Stats(accepted_at=(0,) * (scheduler.limits.num_drafts + 1))
@@ -38,11 +40,16 @@ class Engine:
             cached_pages=pages.num_cached,
             evicted_pages=pages.counters.evicted_pages,
             preemptions=self._scheduler.num_preemptions,
+            checked=self._check.checked,
+            diverged=self._check.diverged,
+            first_divergence=self._check.first,
+            collapsed=self._monitor.collapsed,
         )
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises `legato.schedule.RequestError` if it can never run here."""
         self._scheduler.add(request)
+        self._check.watch(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next turn; unknown ids are ignored."""
@@ -70,11 +77,24 @@ class Engine:
                 gained = self._scheduler.settle(outcome)
                 self._count(flight.plan, outcome, gained, started)
                 progress += gained
+        self._monitor.take(progress)
+        progress, replays = self._check.take(progress)
+        for replay in replays:
+            self._replay(replay)
         return progress
 
     def reset_stats(self) -> None:
         """Starts the counters anew."""
         self._stats = Stats(accepted_at=(0,) * (self._scheduler.limits.num_drafts + 1))
+        self._check.reset()
+        self._monitor.collapsed = 0
+
+    def _replay(self, request: Request) -> None:
+        """A replay that the scheduler refuses is given up: checks never get in the way of requests."""
+        try:
+            self._scheduler.add(request)
+        except RequestError:
+            self._check.forget(request)
 
     def _count(self, plan: Plan, outcome: Outcome, gained: list[Progress], started: float) -> None:
         """Decode time is the time of turns that decode and extend nothing: speed is never mixed with prefill.
@@ -82,12 +102,15 @@ class Engine:
         Tokens count when a request gains them: what a preempted one samples again counts once.
         """
         stats, decodes = self._stats, set(plan.decodes)
-        accepted = list(stats.accepted_at)
+        accepted, drafts = list(stats.accepted_at), self._scheduler.limits.num_drafts
         emitted = sum(len(progress.tokens) for progress in gained)
+        pure = bool(decodes) and not plan.extends
         for emission in outcome.emissions:
             if emission.row in decodes and emission.tokens:
-                accepted[emission.accepted] += 1
-        pure = bool(decodes) and not plan.extends
+                if drafts and not emission.drafted:
+                    pure = False  # a replay decodes plainly: it says nothing about speed or accept length
+                else:
+                    accepted[emission.accepted] += 1
         self._stats = replace(
             stats,
             iterations=stats.iterations + 1,

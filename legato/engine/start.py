@@ -13,6 +13,7 @@ import torch
 
 from legato.config import PAGE_SIZE, Config, Resolved, resolve
 from legato.engine.loop import Engine
+from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import stored_spec, survey
 from legato.model.spec import ModelSpec
@@ -87,4 +88,5 @@ def build_engine(spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> En
         prefix_cache=settings.prefix_cache,
         max_waiting=settings.max_waiting,
     )
-    return Engine(Scheduler(limits), Runner(spec, weights, settings), settings.overlap)
+    check = SelfCheck(settings.verify_speculation if settings.num_drafts else 0.0)
+    return Engine(Scheduler(limits), Runner(spec, weights, settings), settings.overlap, check)

@@ -124,6 +124,21 @@ def test_reasoning_ends_at_any_place_of_an_iteration(
     assert run(engine, [request], overwrite) == [truth]
 
 
+def test_preemption_changes_nothing(
+    shipped: Shipped, grammars: Grammars, plain: dict[str, list[int]], temperature: float
+) -> None:
+    engine = engine_of(shipped, grammars, num_drafts=5, overlap=True)
+    turns = iter(range(1000))
+
+    def preempt() -> None:
+        if next(turns) in (2, 4, 5, 8):
+            for name in KINDS:
+                engine.preempt(name)
+
+    assert run(engine, batch_of(shipped, temperature), preempt) == list(plain.values())
+    assert engine.stats.preemptions >= 8
+
+
 def test_generate_chat_and_errors(shipped: Shipped) -> None:
     llm = LLM(num_drafts=5)
     params = SamplingParams(json_schema=SCHEMA, max_tokens=60, seed=3, bad_token_ids=(NEWLINE,))

@@ -105,6 +105,22 @@ def test_other_requests_change_nothing(shipped: Shipped, plain: dict[str, list[i
     ]  # fmt: skip
 
 
+def test_preemption_changes_nothing(shipped: Shipped, plain: dict[str, list[int]], temperature: float) -> None:
+    """Counts, bias and `min_tokens` are as they were when a request resumes, in another row or in its own."""
+    names = ("plain", "frequency", "repetition", "min_tokens", "everything")
+    batch = [request for request in batch_of(shipped, temperature) if request.id in names]
+    engine = shipped.engine(num_drafts=5, max_running=4, overlap=True)
+    turns = iter(range(1000))
+
+    def preempt() -> None:
+        if next(turns) in (3, 5, 6):
+            for name in names:
+                engine.preempt(name)
+
+    assert run(engine, batch, preempt) == [plain[name] for name in names]
+    assert engine.stats.preemptions >= 8
+
+
 @torch.inference_mode()
 def next_logits(engine: Engine, text: Sequence[int]) -> list[float]:
     """The model's logits behind a text, computed from nothing in a row of their own."""

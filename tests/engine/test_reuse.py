@@ -154,3 +154,27 @@ def test_a_pool_of_little_more_than_one_request(
     assert engine.stats.preemptions >= 1
     pages = engine._scheduler.pages
     assert pages.num_available == pages.pool.capacity
+
+
+def test_a_preempted_prompt_reports_its_logprobs_once(shipped: Shipped, held_out: list[tuple[int, ...]]) -> None:
+    params = replace(GREEDY, max_tokens=2, prompt_logprobs=1)
+    request = Request("r", held_out[0][:70], params, (), 0)
+    engine = shipped.engine(cache_tokens=512, chunk_tokens=30)
+    run(engine, [replace(request, id="first", params=replace(params, prompt_logprobs=None))])
+    places: list[list[int]] = []
+    values: list[list[TokenLogprob]] = []
+    for preempted in (False, True):
+        engine.submit(request)
+        places.append([])
+        values.append([])
+        for turn in range(20):
+            if preempted and turn == 2:
+                engine.preempt("r")
+            for progress in engine.turn():
+                if (some := progress.prompt_logprobs) is not None:
+                    places[-1] += range(some.start, some.start + len(some.logprobs))
+                    values[-1] += some.logprobs
+        assert not engine.has_work
+    assert engine.stats.preemptions == 1
+    assert places == [list(range(1, 70))] * 2
+    assert values[0] == values[1]

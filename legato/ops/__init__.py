@@ -12,7 +12,7 @@ from legato.ops.gemm import linear_bf16, linear_draft, linear_fp8_block, linear_
 from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
 from legato.ops.prologue import quantize_index_query
-from legato.ops.rows import cache_slots
+from legato.ops.rows import advance_rows, cache_slots, gather_rows
 from legato.ops.sample import gumbel, logprobs, penalize, sample, verify
 from legato.ops.score import index_scores
 from legato.ops.select import top_k
@@ -21,10 +21,12 @@ __all__ = [
     "BindError",
     "Bindings",
     "Op",
+    "advance_rows",
     "bind",
     "cache_slots",
     "gather_index_pages",
     "gather_latent",
+    "gather_rows",
     "gumbel",
     "index_scores",
     "layer_norm",

@@ -15,7 +15,7 @@ from torch import Tensor
 from legato.config import PAGE_SIZE
 from legato.model.spec import ModelSpec
 from legato.model.step import Step
-from legato.ops import cache_slots, rope_angles
+from legato.ops import cache_slots, gather_rows, rope_angles
 from legato.plan import Plan
 from legato.runtime.rows import Rows
 
@@ -96,9 +96,9 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain:
 
     device_rows, offset = column(lists.device_rows), column(lists.offset)
     decoding, depth = device_rows[num_known:], offset[num_known:]
-    tokens = rows.tokens[decoding, depth]
+    tokens, decoding_positions = gather_rows(rows.tokens, rows.lengths, decoding, depth)
     ids = torch.cat((column(lists.ids), tokens))
-    positions = torch.cat((column(lists.positions), rows.lengths[decoding] + depth))
+    positions = torch.cat((column(lists.positions), decoding_positions))
     next_ids = torch.cat((column(lists.next_ids), torch.zeros_like(tokens)))
     step = make_step(positions, device_rows, rows, spec)
     if not lists.first:

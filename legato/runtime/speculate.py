@@ -16,7 +16,7 @@ from torch import Tensor
 from legato.model.glm import Glm
 from legato.model.mtp import Mtp
 from legato.model.step import LayerCache, Selection
-from legato.ops import verify
+from legato.ops import advance_rows, verify
 from legato.runtime.batch import Batch, Samplers, chain_steps
 from legato.runtime.draw import Draw
 from legato.runtime.rows import Rows
@@ -65,7 +65,18 @@ class Iteration:
         if self.mtp is not None and self.num_drafts:
             drafts = self._draft(self.mtp, hidden, batch, verified, rows, draw)
         if verified is not None and batch.samplers is not None:
-            _advance(rows, batch.samplers, verified, drafts)
+            samplers = batch.samplers
+            advance_rows(
+                rows.tokens,
+                rows.lengths,
+                rows.done,
+                samplers.rows,
+                samplers.base,
+                verified.sampled,
+                verified.counts,
+                verified.done,
+                drafts,
+            )
         return hidden, verified
 
     def _verify(self, hidden: Tensor, samplers: Samplers, rows: Rows, draw: Draw) -> Verified:
@@ -155,15 +166,3 @@ def cut(sampled: Tensor, counts: Tensor, stop_ids: Tensor, limits: Tensor, room:
     stopped = torch.minimum(counts, first_stop + 1)
     limited = torch.minimum(stopped, torch.minimum(limits, room).clamp(min=0))
     return limited, (limited >= limits) | ((first_stop < width) & (limited == first_stop + 1))
-
-
-def _advance(rows: Rows, samplers: Samplers, verified: Verified, drafts: Tensor | None) -> None:
-    """Writes the next iteration's inputs: newest token, drafts, length, done flag. Without an emission a row keeps its own."""
-    index, counts = samplers.rows, verified.counts
-    newest = verified.sampled.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-    rows.tokens[index, 0] = torch.where(counts > 0, newest, rows.tokens[index, 0])
-    if drafts is not None:
-        old = rows.tokens[index, 1 : drafts.shape[1] + 1]
-        rows.tokens[index, 1 : drafts.shape[1] + 1] = torch.where(counts[:, None] > 0, drafts, old)
-    rows.lengths[index] = samplers.base + counts
-    rows.done[index] = verified.done

@@ -507,3 +507,23 @@ def cache_slots(page_table, rows, positions):
         page = int(page_table[row, position // 64]) if inside else -1
         slots.append(page * 64 + position % 64 if page >= 0 else -1)
     return torch.tensor(slots)
+
+
+@oracle
+def gather_rows(tokens, lengths, rows, depth):
+    pairs = list(zip(rows.tolist(), depth.tolist(), strict=True))
+    ids = [int(tokens[row, at]) for row, at in pairs]
+    return torch.tensor(ids), torch.tensor([int(lengths[row]) + at for row, at in pairs])
+
+
+@oracle
+def advance_rows(tokens, lengths, done, rows, base, sampled, counts, ended, drafts):
+    for request, row in enumerate(rows.tolist()):
+        count = int(counts[request])
+        if count:
+            tokens[row, 0] = sampled[request, count - 1]
+            for at, draft in enumerate([] if drafts is None else drafts[request].tolist()):
+                tokens[row, 1 + at] = draft
+        lengths[row] = int(base[request]) + count
+        done[row] = bool(ended[request])
+    return tokens, lengths, done

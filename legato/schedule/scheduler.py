@@ -199,7 +199,7 @@ class Scheduler:
         taken = self.pages.take(count) if fits else None
         if taken is None:
             self.pages.forget(holding)
-            self._refused = (sequence, available)
+            self._refused = (sequence, self.pages.num_available)  # what was evicted for it is in quarantine
             return None
         holding.pages.extend(taken)
         self._seat(sequence, num_cached * self.limits.page_size)

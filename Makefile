@@ -17,7 +17,9 @@ help:
 	@echo "make clean        remove .venv and caches"
 
 demo: $(VENV)/.installed
-	printf 'def fibonacci(n):\n' | $(BIN)/legato generate --threads 1 --max-tokens 256 --temperature 0 -
+	printf 'def fibonacci(n):\n' | $(BIN)/legato generate --max-tokens 256 --temperature 0 -
+	printf 'import heapq\n\n\nclass PriorityQueue:\n    """The smallest item comes out first."""\n\n' \
+	  | $(BIN)/legato generate --max-tokens 256 --temperature 0 -
 
 check: lint types imports test
 

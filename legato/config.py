@@ -50,7 +50,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """Where and how tensors are computed. `ops` overrides the implementation of single ops, e.g. `{"attend": "reference"}`."""
+    """Where and how tensors are computed. `threads` of the CPU; `None`: one core less than there are, at most 4. `ops`
+    overrides the implementation of single ops, e.g. `{"attend": "reference"}`."""
 
     device: str = "auto"
     dtype: DType = "auto"
@@ -164,12 +165,17 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         context=context,
         cache_tokens=cache_tokens,
         overlap=execution.overlap == "on" or (execution.overlap == "auto" and not on_cpu),
-        threads=execution.threads,
+        threads=_cpu_threads(os.cpu_count() or 1) if on_cpu and execution.threads is None else execution.threads,
         ops=execution.ops,
         prefix_cache=config.cache.prefix,
         max_waiting=schedule.max_waiting,
         verify_speculation=config.verify_speculation,
     )
+
+
+def _cpu_threads(num_cores: int) -> int:
+    """One core stays free, and four are enough for decoding: when a thread has to wait for a busy core, all wait with it."""
+    return max(1, min(4, num_cores - 1))
 
 
 def from_environment(config: Config, environ: Mapping[str, str] | None = None) -> Config:

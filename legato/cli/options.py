@@ -39,7 +39,11 @@ Latent = Annotated[LatentFormat, typer.Option(help="Format of the latent cache."
 Index = Annotated[IndexFormat, typer.Option(help="Format of the index keys.", rich_help_panel=ENGINE)]
 Threads = Annotated[
     int | None,
-    typer.Option(help="CPU threads; by default what PyTorch chooses.", rich_help_panel=ENGINE, show_default=False),
+    typer.Option(
+        help="CPU threads; by default one core less than there are, at most 4.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
 ]
 Ops = Annotated[
     list[str] | None,

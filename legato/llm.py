@@ -65,7 +65,6 @@ class LLM:
         self.spec, self.settings = started.spec, started.settings
         self._engine = started.engine
         self._template: ChatTemplate | None = None
-        self._grammars: Grammars | None = None
         self._ids = itertools.count()
 
     @property
@@ -195,20 +194,9 @@ class LLM:
             return params
         return replace(params, grammar_after=self.tokenizer.control.get(END_OF_REASONING, params.grammar_after))
 
-    def _check(self, params: SamplingParams) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias", "grammar_after"):
-            value = getattr(params, name)
-            for token in [value] if isinstance(value, int) else value or ():
-                if token >= self.spec.vocab_size:
-                    raise ParameterError(name, f"{token} is not in the vocabulary of {self.spec.vocab_size}")
-        if params.constraint is not None:
-            if self._grammars is None:
-                self._grammars = Grammars(vocabulary_of(self.tokenizer, self.spec.vocab_size))
-                self._engine.runner.grammars = self._grammars
-            self._grammars.check(params.constraint)
-
     def _submit(self, ids: Sequence[int], params: SamplingParams) -> _Reply:
-        self._check(params)
+        if params.constraint is not None and self._engine.runner.grammars is None:
+            self._engine.runner.grammars = Grammars(vocabulary_of(self.tokenizer, self.spec.vocab_size))
         ends = () if params.ignore_eos else tuple(sorted(self.tokenizer.stop_ids))
         request = Request(
             id=f"request-{next(self._ids)}",

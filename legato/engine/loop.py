@@ -47,7 +47,13 @@ class Engine:
         )
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises `legato.schedule.RequestError` if it can never run here."""
+        """Queues a request.
+
+        Raises:
+            RequestError: it can never run here.
+            ParameterError: its parameters name ids that do not exist, or a grammar that cannot be compiled.
+        """
+        self.runner.check(request.params)
         self._scheduler.add(request)
         self._check.watch(request)
 

@@ -25,7 +25,7 @@ from legato.runtime.grammar import Gate, Grammars
 from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
 from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration, Verified
-from legato.types import TokenLogprob
+from legato.types import ParameterError, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,23 @@ class Runner:
         self._plain: set[int] = set()
         self._wanted_logprobs: dict[int, int] = {}
         self._wanted_prompt_logprobs: dict[int, int] = {}
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuses what would fail in the middle of an iteration, with everyone else's requests in it.
+
+        Raises:
+            ParameterError: an id is not in the vocabulary, or the grammar cannot be compiled; the message names the field.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias", "grammar_after"):
+            value = getattr(params, name)
+            for token in [value] if isinstance(value, int) else value or ():
+                if token >= self.spec.vocab_size:
+                    raise ParameterError(name, f"{token} is not in the vocabulary of {self.spec.vocab_size}")
+        grammar = params.constraint
+        if grammar is not None:
+            if self.grammars is None:
+                raise ParameterError(grammar.kind, "this engine knows no tokenizer, which a grammar needs")
+            self.grammars.check(grammar)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:

@@ -170,6 +170,13 @@ def test_ids_outside_the_vocabulary_are_refused_by_name() -> None:
     assert caught.value.name == "n"
 
 
+def test_an_engine_without_a_tokenizer_refuses_a_grammar(shipped: Shipped) -> None:
+    engine = shipped.engine(num_drafts=0)
+    with pytest.raises(ParameterError) as caught:
+        engine.submit(Request("a", (1, 2), SamplingParams(regex="a"), (), 0))
+    assert caught.value.name == "regex" and not engine.has_work
+
+
 def test_several_samples_of_a_prompt() -> None:
     llm = LLM(num_drafts=3)
     params = SamplingParams(n=3, seed=11, max_tokens=6, ignore_eos=True)

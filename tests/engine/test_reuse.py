@@ -178,3 +178,22 @@ def test_a_preempted_prompt_reports_its_logprobs_once(shipped: Shipped, held_out
     assert engine.stats.preemptions == 1
     assert places == [list(range(1, 70))] * 2
     assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_that_waits_for_a_page_goes_on_where_it_stood(
+    shipped: Shipped, held_out: list[tuple[int, ...]], overlap: bool
+) -> None:
+    """Two requests need two pages each, and there are three: the second stops at its 64th token until the first has ended."""
+    two = [Request(f"r{n}", held_out[n][:56], replace(GREEDY, max_tokens=18), (), n) for n in range(2)]
+    plain = run(shipped.engine(cache_tokens=1024), two)
+    engine = shipped.engine(cache_tokens=3 * 64, overlap=overlap)
+    stood = 0
+
+    def look() -> None:
+        nonlocal stood
+        rows = engine.runner.rows
+        stood += int(((rows.lengths == 64) & (rows.capacity == 64) & ~rows.done).sum())
+
+    assert run(engine, two, look) == plain
+    assert stood and engine.stats.preemptions == 0

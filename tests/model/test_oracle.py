@@ -18,6 +18,7 @@ from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.plan import Admit, Extend, Plan
 from legato.runtime.batch import build_batch
 from legato.runtime.runner import Runner
+from tests.tiny import tiny_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,52 +26,9 @@ LENGTH = 200
 TOLERANCE = 1e-4
 
 
-def tiny_config() -> dict[str, object]:
-    """The smallest configuration in which every structure matters: top-k of 8 over hundreds of tokens, three full layers."""
-    return {
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "model_type": "glm_moe_dsa",
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 24,
-        "v_head_dim": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "first_k_dense_replace": 2,
-        "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 5,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 512,
-        "index_topk": 8,
-        "index_n_heads": 32,
-        "index_head_dim": 32,
-        "indexer_types": ["full", "full", "shared", "shared", "full", "shared", "shared"],
-        "indexer_rope_interleave": True,
-        "rope_interleave": True,
-        "rope_parameters": {"rope_theta": 8e6, "rope_type": "default"},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "num_nextn_predict_layers": 0,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "initializer_range": 0.1,
-    }
+def oracle_config() -> dict[str, object]:
+    """The tiny configuration without an MTP layer, which transformers does not have."""
+    return tiny_config(num_nextn_predict_layers=0, mlp_layer_types=["dense"] * 2 + ["sparse"] * 5)
 
 
 class Oracle:
@@ -78,7 +36,7 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(7)
-        config = transformers.GlmMoeDsaConfig(**{k: v for k, v in tiny_config().items() if k != "architectures"})
+        config = transformers.GlmMoeDsaConfig(**{k: v for k, v in oracle_config().items() if k != "architectures"})
         config._attn_implementation = "eager"
         config._experts_implementation = "eager"
         self.model = transformers.GlmMoeDsaForCausalLM(config).eval().float()
@@ -94,7 +52,7 @@ class Oracle:
             layer.self_attn.q_a_layernorm.variance_epsilon = 1e-5
             layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-5
         self.model.save_pretrained(folder)
-        (folder / "config.json").write_text(json.dumps(tiny_config()))
+        (folder / "config.json").write_text(json.dumps(oracle_config()))
         self.folder = folder
 
     @torch.no_grad()

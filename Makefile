@@ -37,7 +37,7 @@ imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-logo
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not gpu and not full" -n $(JOBS) --dist worksteal --durations 10 --durations-min 5
+	$(PYTEST) -m "not gpu and not full" -n $(JOBS) --dist loadfile --durations 10 --durations-min 5
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m typer legato.__main__ utils docs --name legato --output docs/cli.md

@@ -13,9 +13,9 @@ from legato.types import SamplingParams
 from tests.engine.conftest import Shipped, run
 
 PROMPT = "def parse(self, text):\n    "
-TOKENS = 3
-LIMIT = 42.0
-"""Chi-square of 15 degrees of freedom exceeds this with probability 2e-4."""
+TOKENS = 2
+LIMIT = 40.0
+"""Chi-square of 15 degrees of freedom exceeds this with probability 5e-4."""
 
 
 def sample(shipped: Shipped, num_drafts: int, count: int, first_seed: int, temperature: float) -> list[list[int]]:
@@ -47,7 +47,7 @@ def compare(shipped: Shipped, count: int) -> None:
 
 
 def test_a_few_hundred_samples(shipped: Shipped) -> None:
-    compare(shipped, 192)
+    compare(shipped, 128)
 
 
 @pytest.mark.full

@@ -66,11 +66,12 @@ def main() -> None:
         schedule=ScheduleConfig(max_running=arguments.batch, chunk_tokens=2048),
         execution=ExecutionConfig(device=arguments.device),
     )
-    engine = start(config, open_checkpoint(arguments.model)).engine
+    checkpoint = open_checkpoint(arguments.model)
+    engine = start(config, checkpoint).engine
     params = SamplingParams(max_tokens=TOKENS, temperature=arguments.temperature)
     tokens: dict[str, list[int]] = {}
     rounds: dict[str, int] = {}
-    stop_ids = (open_checkpoint(arguments.model).config.get("eos_token_id") or [])[:8]
+    stop_ids = (checkpoint.config.get("eos_token_id") or [])[:8]
     for number, prompt in enumerate(prompts):
         engine.submit(Request(f"{number}", prompt, params, tuple(stop_ids), number))
         tokens[f"{number}"], rounds[f"{number}"] = [], 0

@@ -5,7 +5,6 @@ The only place that joins model, runtime and scheduler. Called by `legato.llm` a
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,14 +14,12 @@ from legato.config import PAGE_SIZE, Config, Resolved, resolve
 from legato.engine.loop import Engine
 from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
-from legato.model.inventory import stored_spec, survey
+from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.ops import bind
 from legato.runtime.runner import Runner
 from legato.schedule import Limits, Scheduler
-
-logger = logging.getLogger(__name__)
 
 EMBEDDED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "small"
 """The small trained checkpoint that ships with the package."""
@@ -63,8 +60,6 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
     bind((), settings.ops)
     if not settings.num_drafts:
         spec = replace(spec, has_mtp=False)
-    for warning in survey(checkpoint, spec).warnings:
-        logger.warning(warning)
     weights = load_weights(
         checkpoint,
         spec,

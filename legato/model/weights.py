@@ -6,6 +6,7 @@ formats (`quant`) beyond calling them. Called once per rank at start-up. Shape l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,8 @@ from legato.quant.dense import DenseExperts, DenseWeight, Triple
 from legato.quant.join import concatenate
 from legato.quant.stored import build, collect, stackable
 from legato.quant.weight import Experts, Weight
+
+logger = logging.getLogger(__name__)
 
 
 class Residency(Enum):
@@ -124,10 +127,12 @@ def load_weights(
     they are read. Norms and dense weights come in `dtype`; router, its bias and the index gates in float32; experts
     that mix formats are dequantised. With `spec.has_mtp` false the MTP layer is neither read nor fetched; `mtp` is None
     also where the checkpoint has none.
-    Raises `CheckpointError`.
+    What the survey warns of is logged. Raises `CheckpointError`.
     """
     inventory = survey(checkpoint, spec)
     inventory.require()
+    for warning in inventory.warnings:
+        logger.warning(warning)
     reader = _Reader(checkpoint, inventory, torch.device(device), dtype, resident, progress)
     loader = _Loader(spec, reader)
     embed = reader.float_tensor("model.embed_tokens.weight")

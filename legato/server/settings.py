@@ -24,6 +24,11 @@ class SettingsError(ValueError):
     """A server setting that cannot work. The message names the setting, its value and what is allowed."""
 
 
+def _check(is_right: bool, name: str, value: object, what: str) -> None:
+    if not is_right:
+        raise SettingsError(f"{name}: {what}, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Listen:
     """Where the server listens. With `certfile` it speaks TLS. `port` 0: any free one."""
@@ -177,8 +182,3 @@ class ServerSettings:
         _check(all(self.model_names), "model_names", self.model_names, "a name cannot be empty")
         unknown = set(self.metrics_compat) - set(get_args(MetricsDialect))
         _check(not unknown, "metrics_compat", sorted(unknown), f"must be among {get_args(MetricsDialect)}")
-
-
-def _check(is_right: bool, name: str, value: object, what: str) -> None:
-    if not is_right:
-        raise SettingsError(f"{name}: {what}, got {value!r}")

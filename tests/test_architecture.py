@@ -44,7 +44,7 @@ TORCH_FREE = (
     "cli/faults",
 )
 LOCAL_IMPORTS_ALLOWED = {"__main__.py", "ops/op.py"}
-SERVER_MAY_IMPORT = ("legato.server", "legato.engine.messages", "legato.types")
+SERVER_MAY_IMPORT = ("legato.server", "legato.engine.messages", "legato.types", "legato.config")
 OPS_MAY_IMPORT = ("legato.ops",)
 IMPORT_NOTHING_OF_OURS = ("types.py", "config.py")
 SMELL_LINES = 300

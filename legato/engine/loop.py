@@ -8,21 +8,44 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Protocol
 
 from legato.engine.selfcheck import AcceptMonitor, SelfCheck
 from legato.plan import Outcome, Plan
-from legato.runtime.runner import Flight, Runner
+from legato.runtime.grammar import Grammars
 from legato.schedule import Progress, Request, RequestError, Scheduler
-from legato.types import Stats
+from legato.types import SamplingParams, Stats
+
+
+class Launched(Protocol):
+    """A plan in the air. `outcome()` waits for what it brings."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def outcome(self) -> Outcome: ...
+
+
+class Launcher(Protocol):
+    """What carries plans out: `legato.runtime.runner.Runner`, or a stand-in that needs no model.
+
+    `check` raises `ParameterError` for what could not be carried out. `grammars` are set before a request needs one.
+    """
+
+    grammars: Grammars | None
+
+    def check(self, params: SamplingParams) -> None: ...
+
+    def launch(self, plan: Plan) -> Launched: ...
 
 
 class Engine:
     """Requests in, progress out. Not thread-safe: one caller submits, aborts and turns."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, overlap: bool, check: SelfCheck | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Launcher, overlap: bool, check: SelfCheck | None = None) -> None:
         self._check, self._monitor = check or SelfCheck(0.0), AcceptMonitor()
         self._scheduler, self.runner, self._overlap = scheduler, runner, overlap
-        self._flight: Flight | None = None
+        self._flight: Launched | None = None
         self._stats = Stats(accepted_at=(0,) * (scheduler.limits.num_drafts + 1))
 
     @property

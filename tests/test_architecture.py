@@ -178,6 +178,17 @@ def test_kernels_are_imported_by_binding_only() -> None:
     assert not wrong
 
 
+def test_the_build_of_kernels_is_imported_by_kernels_only() -> None:
+    wrong = [
+        f"{name_of(path)}:{line} imports {module}"
+        for path in MODULES
+        if not is_kernel(path) and name_of(path) != "ops/build.py"
+        for line, module in imports_of(path)
+        if is_within(module, ("legato.ops.build",))
+    ]
+    assert not wrong, "whatever every machine imports must not reach cuda.core"
+
+
 def test_environment_is_read_in_one_place() -> None:
     wrong = [
         name_of(path)

@@ -21,6 +21,9 @@ app = typer.Typer(
     help="A serving engine for GLM-5.2, built for the lowest latency one node can give.",
 )  # fmt: skip
 
+bench_app = typer.Typer(no_args_is_help=True, help="Measures Legato on this machine.")
+app.add_typer(bench_app, name="bench")
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -175,6 +178,34 @@ def quantize(
     from legato.cli.checkpoints import quantize as write
 
     write(model, destination, target, Existing.REPLACE if replace else Existing.REFUSE, round(shard_size * 1e6))
+
+
+@bench_app.command("ops")
+def bench_ops(
+    folders: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Folders of ops, e.g. gemm; by default all.", show_default=False),
+    ] = None,
+    implementation: Annotated[
+        str,
+        typer.Option(
+            "--implementation", "-i", help="A name such as sm90 or reference; best: what an engine would bind; all."
+        ),
+    ] = "best",
+    case: Annotated[str, typer.Option(help="Only cases (or ops) whose name matches this shell pattern.")] = "*",
+    device: options.Device = "auto",
+    json: Annotated[
+        Path | None, typer.Option(help="Append one JSON object per case to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Times ops case by case, after checking each result, and compares with what memory and arithmetic allow.
+
+    Exit code 1 if a result is wrong: wrong results have no time.
+    """
+    from legato.cli.bench import bench_ops as run
+
+    if not run(folders or [], implementation, case, device, json):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -101,8 +101,12 @@ def check_flags(words: list[str], line: str) -> None:
     if not words or words[0].startswith("-"):
         return
     assert words[0] in COMMANDS.commands, f"no such subcommand: {line}"
+    command = COMMANDS.commands[words[0]]
+    if isinstance(command, TyperGroup):
+        assert words[1:] and words[1] in command.commands, f"no such subcommand: {line}"
+        command = command.commands[words[1]]
     known = {"--help"}
-    for parameter in COMMANDS.commands[words[0]].params:
+    for parameter in command.params:
         known |= {*parameter.opts, *parameter.secondary_opts}
     for word in words[1:]:
         if re.match(r"--?[a-z]", word):

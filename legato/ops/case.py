@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from legato.ops.op import Op
+from legato.ops.op import Implementation, Op
 
 Where = Literal["any", "gpu"]
 
@@ -68,7 +68,8 @@ class Case:
     """One call of an op.
 
     `make` returns the positional arguments. `mutates`: indices of the arguments written in place, compared after the
-    call beside the return value. `bytes` and `flops`: what the call must move and compute at least, for the roofline.
+    call beside the return value. `weights`: indices of the arguments that `Op.pack` takes at load. `bytes` and `flops`:
+    what the call must move and compute at least, for the roofline.
     `on`: "any", or "gpu" for production shapes that a CPU reference is too slow for.
     """
 
@@ -77,6 +78,7 @@ class Case:
     make: Callable[[Draw], tuple[Any, ...]]
     tolerance: Tolerance = FLOAT32
     mutates: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
     bytes: int = 0
     flops: int = 0
     on: Where = "any"
@@ -84,6 +86,14 @@ class Case:
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Any, ...]:
         """The arguments for `seed`, on `device`; made anew by every call."""
         return self.make(Draw(torch.Generator().manual_seed(seed), torch.device(device)))
+
+    def packed(self, implementation: Implementation[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with the weights as the implementation's `pack` makes them; unchanged where it has none."""
+        if implementation.pack is None or not self.weights:
+            return arguments
+        made = implementation.pack(*(arguments[index] for index in self.weights))
+        replaced = dict(zip(self.weights, made if isinstance(made, tuple) else (made,), strict=True))
+        return tuple(replaced.get(index, argument) for index, argument in enumerate(arguments))
 
     def outputs(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Run `function` and collect what it made: the tensors it returned, then the arguments it wrote."""

@@ -199,6 +199,7 @@ def _moe_case(
         f"{moe.name} rows={rows} choices={choices} experts={sizes[0]} f={sizes[1]} d={sizes[2]} {str(dtype)[6:]}",
         make,
         BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        weights=tuple(range(3, 3 + {"moe_bf16": 2, "moe_nvfp4": 6}.get(moe.name, 4))),
         bytes=int(active * 3 * sizes[1] * sizes[2] * bits / 8) + 2 * rows * sizes[2] * dtype.itemsize,
         flops=6 * rows * choices * sizes[1] * sizes[2],
         on=on,

@@ -95,6 +95,10 @@ def linear_heads(x: Tensor, weight: Tensor) -> Tensor:
     return products[: x.shape[0]].to(x.dtype)
 
 
+#: Which arguments are the stored weight, where it is more than one tensor.
+_STORED = {"linear_fp8_block": (1, 2), "linear_nvfp4": (1, 2, 3), "linear_int4": (1, 2)}
+
+
 def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
     """One product with a weight [N, K] in the format of `linear`; cases of 6 and 16 rows add a residual."""
     outputs, inputs = shape
@@ -120,6 +124,7 @@ def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dty
         f"{linear.name} rows={rows} n={outputs} k={inputs} {str(dtype)[6:]}",
         make,
         BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        weights=_STORED.get(linear.name, (1,)),
         bytes=int(outputs * inputs * bits / 8) + rows * (outputs + inputs) * dtype.itemsize,
         flops=2 * rows * outputs * inputs,
         on=on,

@@ -26,6 +26,8 @@ class ParameterError(ValueError):
 
 
 MAX_STOP_TOKEN_IDS = 8
+MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 8
+"""Ids that end a request: its own and the checkpoint's."""
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 BAN = -100.0

@@ -7,7 +7,7 @@ turn earlier. Called by `legato.llm` (and by a serving process).
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from legato.engine.selfcheck import AcceptMonitor, SelfCheck
@@ -39,8 +39,24 @@ class Launcher(Protocol):
     def launch(self, plan: Plan) -> Launched: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """How full the engine is now. Pages that running requests hold alone, or that are in quarantine, are used; `cached_pages` are
+    those of the prefix cache, shared by running requests or not. The three kinds are all the pages there are."""
+
+    running: int
+    waiting: int
+    used_pages: int
+    free_pages: int
+    cached_pages: int
+
+
 class Engine:
-    """Requests in, progress out. Not thread-safe: one caller submits, aborts and turns."""
+    """Requests in, progress out. Not thread-safe: one caller submits, aborts and turns.
+
+    Attributes:
+        is_stuck: the last turn neither launched nor settled anything; only a message or the time can change that.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Launcher, overlap: bool, check: SelfCheck | None = None) -> None:
         self._check, self._monitor = check or SelfCheck(0.0), AcceptMonitor()
@@ -52,6 +68,19 @@ class Engine:
     def has_work(self) -> bool:
         """Whether another turn would bring anything."""
         return self._scheduler.has_work or self._flight is not None
+
+    @property
+    def iterations(self) -> int:
+        """Iterations settled since the start or the last reset."""
+        return self._stats.iterations
+
+    @property
+    def gauges(self) -> Gauges:
+        """Requests and pages as they are now."""
+        scheduler, pages = self._scheduler, self._scheduler.pages
+        free, cached = pages.pool.num_free, pages.num_cached
+        used = pages.capacity - free - cached
+        return Gauges(scheduler.num_running, scheduler.num_waiting, used, free, cached)
 
     @property
     def stats(self) -> Stats:
@@ -98,6 +127,7 @@ class Engine:
         plan = self._scheduler.plan(time.monotonic())
         launched = None if plan.is_empty else self.runner.launch(plan)
         progress = self._scheduler.take_ended()
+        self.is_stuck = launched is None and self._flight is None
         landing = [self._flight] if self._overlap else [self._flight, launched]
         self._flight = launched if self._overlap else None
         for flight in landing:

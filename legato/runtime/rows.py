@@ -13,10 +13,7 @@ from torch import Tensor
 
 from legato.config import MAX_DRAFTS, PAGE_SIZE, Resolved
 from legato.plan import Admit, PageGrant
-from legato.types import MAX_STOP_TOKEN_IDS
-
-MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 8
-"""Stop ids a row holds: a request's own and the checkpoint's."""
+from legato.types import MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True)

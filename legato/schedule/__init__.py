@@ -6,7 +6,7 @@ The engine's loop asks a `Scheduler` for plans and hands it outcomes; nothing he
 from legato.schedule.limits import Limits
 from legato.schedule.pages import Pages
 from legato.schedule.pool import Pool
-from legato.schedule.request import Progress, QueueFull, Request, RequestError
+from legato.schedule.request import NeverFits, Progress, QueueFull, Request, RequestError
 from legato.schedule.scheduler import Scheduler
 
-__all__ = ["Limits", "Pages", "Pool", "Progress", "QueueFull", "Request", "RequestError", "Scheduler"]
+__all__ = ["Limits", "NeverFits", "Pages", "Pool", "Progress", "QueueFull", "Request", "RequestError", "Scheduler"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from legato.schedule.request import Request, RequestError
+from legato.schedule.request import NeverFits, Request, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,24 @@ class Limits:
         """Most tokens of prompt and output together. The last of them is never run, so it needs no place in the cache.
 
         Raises:
-            RequestError: the prompt is empty or too long, or the request could need more pages than there are.
+            RequestError: the prompt is empty.
+            NeverFits: it is too long, or the request could need more pages than there are.
         """
         prompt_len, asked = len(request.prompt), request.params.max_tokens
         room = (self.num_pages - 1) * self.page_size
         if not request.prompt:
-            raise RequestError("the prompt has no tokens")
+            raise RequestError("the prompt has no tokens", "prompt")
         if prompt_len >= self.context:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens; the context of {self.context} must also hold at least one new token"
+            raise NeverFits(
+                f"the prompt has {prompt_len} tokens; the context of {self.context} must also hold at least one new token",
+                "prompt",
             )
         if asked is not None and prompt_len + asked > self.context:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens and max_tokens is {asked}: together more than the context of {self.context}"
+            raise NeverFits(
+                f"the prompt has {prompt_len} tokens and max_tokens is {asked}: together more than the context of {self.context}",
+                "max_tokens",
             )
         if prompt_len + (asked or 1) - 1 > room:
-            raise RequestError(f"the request can grow to {prompt_len + (asked or 1)} tokens; the cache holds {room}")
+            name = "prompt" if prompt_len > room else "max_tokens"
+            raise NeverFits(f"the request can grow to {prompt_len + (asked or 1)} tokens; the cache holds {room}", name)
         return min(self.context, room + 1) if asked is None else prompt_len + asked

@@ -17,7 +17,15 @@ State = Literal["waiting", "prefilling", "decoding", "finished"]
 
 
 class RequestError(ValueError):
-    """A request that can never run here. The message says why, with the numbers."""
+    """A request that can never run here. The message says why, with the numbers; `name` is the field at fault, if it is one."""
+
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class NeverFits(RequestError):
+    """A request that is longer than the context, or than the whole cache."""
 
 
 class QueueFull(RequestError):

@@ -56,7 +56,7 @@ class Scheduler:
             RequestError: the id is in use, the prompt is empty or too long, or the request needs more pages than exist.
         """
         if request.id in self._by_id:
-            raise RequestError(f"request id {request.id!r} is already in use")
+            raise RequestError(f"request id {request.id!r} is already in use", "id")
         max_length = self.limits.max_length(request)
         if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already, the most that may")

@@ -5,7 +5,6 @@ Joins the text side (tokenizer, chat template, stop strings) with the engine. Ca
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,16 @@ from legato.schedule import Request
 from legato.server.chat import ChatPrompt, ChatTemplate
 from legato.server.stream import TextStream
 from legato.server.text import Tokenizer
-from legato.types import Completion, Delta, FinishReason, ParameterError, SamplingParams, Stats, TokenLogprob
+from legato.types import (
+    Completion,
+    Delta,
+    FinishReason,
+    ParameterError,
+    SamplingParams,
+    Stats,
+    TokenLogprob,
+    samples_of,
+)
 
 END_OF_REASONING = "</think>"
 Prompt = str | Sequence[int]
@@ -279,18 +287,6 @@ class _Reply:
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )
-
-
-def samples_of(params: SamplingParams) -> list[SamplingParams]:
-    """The `n` single samples that are asked for: the first with the request's own seed, the others with seeds made from it.
-
-    Without a seed each draws a fresh one.
-    """
-    seeds = [params.seed]
-    for index in range(1, params.n):
-        digest = hashlib.sha256(f"{params.seed} {index}".encode()).digest()
-        seeds.append(None if params.seed is None else int.from_bytes(digest[:8], "little") >> 1)
-    return [replace(params, n=1, seed=seed) for seed in seeds]
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:

@@ -6,10 +6,11 @@ scheduling; everyone may import it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
@@ -212,6 +213,18 @@ def _check_real(name: str, value: object, lowest: float, highest: float, what: s
         raise ParameterError(name, f"must be a number, got {value!r}")
     if not lowest <= value <= highest:
         raise ParameterError(name, f"{what}, got {value}")
+
+
+def samples_of(params: SamplingParams) -> list[SamplingParams]:
+    """The `n` single samples that are asked for: the first with the request's own seed, the others with seeds made from it.
+
+    Without a seed each draws a fresh one.
+    """
+    seeds = [params.seed]
+    for index in range(1, params.n):
+        digest = hashlib.sha256(f"{params.seed} {index}".encode()).digest()
+        seeds.append(None if params.seed is None else int.from_bytes(digest[:8], "little") >> 1)
+    return [replace(params, n=1, seed=seed) for seed in seeds]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,49 @@
+"""What runs in the engine's process: an engine that knows the tokenizer of its checkpoint, for the sake of grammars.
+
+The one place of that process that joins the text side with the engine; `engine` knows nothing of text, `server` nothing of
+tensors. Named on the command line of `engine.process`, which calls it.
+"""
+
+from __future__ import annotations
+
+from legato.config import Config, from_environment
+from legato.engine.messages import EngineInfo
+from legato.engine.profile import TraceProfiler
+from legato.engine.serving import OnProgress, Served
+from legato.engine.start import open_checkpoint, start
+from legato.llm import vocabulary_of
+from legato.runtime.grammar import Grammars
+from legato.server.text import Tokenizer
+
+TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""What the server's process reads of a checkpoint, besides `config.json`."""
+
+
+def assemble(config: Config, progress: OnProgress) -> Served:
+    """An engine for `config`.
+
+    Raises:
+        CheckpointError, SpecError, ConfigError, TokenizerError: each names the file, field or setting and what to do.
+    """
+    config = from_environment(config)
+    checkpoint = open_checkpoint(config.model)
+    tokenizer = Tokenizer.open(checkpoint.source)
+    for name in TEXT_FILES:
+        checkpoint.source.text(name)  # fetches it, where the source is remote
+    started = start(config, checkpoint, progress)
+    settings, vocab_size = started.settings, started.spec.vocab_size
+    started.engine.runner.grammars = Grammars(vocabulary_of(tokenizer, vocab_size))
+    info = EngineInfo(
+        model=config.model or checkpoint.label,
+        folder=str(checkpoint.file("config.json").parent),
+        device=settings.device,
+        context=settings.context,
+        cache_tokens=settings.cache_tokens,
+        num_drafts=settings.num_drafts,
+        max_running=settings.max_running,
+        vocab_size=vocab_size,
+        load_seconds=0.0,
+        latent=settings.latent,
+        index=settings.index,
+    )
+    return Served(started.engine, info, TraceProfiler())

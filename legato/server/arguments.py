@@ -1,0 +1,158 @@
+"""Arguments of tool calls: from the text that the model wrote to JSON, by the tool's JSON schema.
+
+Owns which types a schema allows for an argument and the one rule that turns text into a JSON value. Pure functions; knows
+nothing of tokens or HTTP. Called by `server.tools`, `server.tool_call` and `server.constraint`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+Schema = Mapping[str, Any]
+Types = frozenset[str]
+
+UNKNOWN: Types = frozenset()
+"""Nothing is said about the type."""
+STRING: Types = frozenset({"string"})
+NULLABLE_STRING: Types = frozenset({"string", "null"})
+JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+MAX_DEPTH = 32
+"""How deep references and alternatives of a schema are followed."""
+_PYTHON = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
+
+
+def types_of(schema: Any, root: Schema, depth: int = 0) -> Types:
+    """The JSON types that `schema` allows; `UNKNOWN` where it does not say. `root` is what `#/...` references start from."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return UNKNOWN
+    schema = cast(Schema, schema)
+    parts = [part for part in _declared(schema, root, depth) if part]
+    found = frozenset[str].intersection(*parts) if parts else UNKNOWN
+    if not found and parts:
+        found = parts[0]
+    return found | {"null"} if found and schema.get("nullable") is True else found
+
+
+def _declared(schema: Schema, root: Schema, depth: int) -> Iterator[Types]:
+    """What each keyword of a schema says about the type."""
+    if "$ref" in schema:
+        yield types_of(resolve(schema["$ref"], root), root, depth + 1)
+    if "const" in schema:
+        yield frozenset({type_of(schema["const"])})
+    if isinstance(schema.get("enum"), list):
+        yield frozenset(map(type_of, schema["enum"]))
+    declared: Any = schema.get("type")
+    if declared is not None:
+        names = cast(list[Any], declared if isinstance(declared, list) else [declared])
+        known = frozenset(name for name in names if isinstance(name, str)) & JSON_TYPES
+        yield known if len(known) == len(names) else UNKNOWN
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list):
+            branches = [types_of(branch, root, depth + 1) for branch in schema[keyword]]
+            yield UNKNOWN if UNKNOWN in branches else frozenset().union(*branches)
+    if isinstance(schema.get("allOf"), list):
+        for branch in schema["allOf"]:
+            yield types_of(branch, root, depth + 1)
+    if declared is None and ("properties" in schema or "additionalProperties" in schema):
+        yield frozenset({"object"})
+    if declared is None and ("items" in schema or "prefixItems" in schema):
+        yield frozenset({"array"})
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a parsed value."""
+    if isinstance(value, bool):
+        return "boolean"
+    if value is None:
+        return "null"
+    if isinstance(value, int | float):
+        return "number" if isinstance(value, float) else "integer"
+    return "string" if isinstance(value, str) else "object" if isinstance(value, Mapping) else "array"
+
+
+def resolve(reference: Any, root: Schema) -> Any:
+    """What a `#/...` reference points to, or `None`."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    place: Any = root
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, Mapping):
+            place = cast(Schema, place).get(step)
+        elif isinstance(place, list) and step.isdecimal() and int(step) < len(cast(list[Any], place)):
+            place = cast(list[Any], place)[int(step)]
+        else:
+            return None
+    return place
+
+
+def argument_schemas(parameters: Any, name: str, root: Schema, depth: int = 0) -> list[Any]:
+    """What `parameters`, the schema of a tool's arguments, says about the argument `name`; empty where it says nothing."""
+    if not isinstance(parameters, Mapping) or depth > MAX_DEPTH:
+        return []
+    parameters = cast(Schema, parameters)
+    properties = parameters.get("properties")
+    if isinstance(properties, Mapping) and name in cast(Schema, properties):
+        return [cast(Schema, properties)[name]]
+    found: list[Any] = []
+    if "$ref" in parameters:
+        found += argument_schemas(resolve(parameters["$ref"], root), name, root, depth + 1)
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        branches: Any = parameters.get(keyword)
+        for branch in cast(Sequence[Any], branches) if isinstance(branches, list) else ():
+            found += argument_schemas(branch, name, root, depth + 1)
+    if not found and isinstance(parameters.get("additionalProperties"), Mapping):
+        found.append(parameters["additionalProperties"])
+    return found
+
+
+def argument_types(parameters: Schema, name: str) -> Types:
+    """The JSON types that a tool's schema allows for the argument `name`; `UNKNOWN` for one that it does not declare."""
+    found = [types_of(schema, parameters) for schema in argument_schemas(parameters, name, parameters)]
+    return UNKNOWN if not found or UNKNOWN in found else frozenset().union(*found)
+
+
+def json_value(text: str, types: Types) -> str:
+    """The JSON text of an argument that the model wrote as `text`.
+
+    A declared string is kept as it is, to the last space. Other types are JSON in the model's own writing (so numbers keep
+    all their digits); `True`, `False` and `None` are taken for what they mean where the schema has that type. Where a string is
+    one of several types, the others come first if the text is exactly a value of theirs; where nothing is declared, text that
+    is JSON (but no JSON string) counts as JSON. Whatever fits nothing becomes a string: the result is always valid JSON.
+    """
+    if types == STRING:
+        return json_string(text)
+    if "string" not in types and types:
+        bare = text.strip(" \t\r\n")
+        kind, spelled = _PYTHON.get(bare, ("", ""))
+        if kind in types:
+            return spelled
+        return bare if json_type(bare) is not None else json_string(text)
+    kind = json_type(text) if text == text.strip(" \t\r\n") else None
+    allowed = types | {"integer", "number"} if types & {"integer", "number"} else types
+    is_other = kind is not None and kind != "string" and (not types or kind in allowed)
+    return text if is_other else json_string(text)
+
+
+def json_string(text: str) -> str:
+    """`text` as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_type(text: str) -> str | None:
+    """The type of a JSON text, `None` if it is none. NaN and infinities are none; numbers may have any number of digits."""
+    try:
+        value: Any = json.loads(text, parse_int=_Integer, parse_float=float, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return "integer" if isinstance(value, _Integer) else type_of(value)
+
+
+class _Integer(str):
+    """A whole number that nobody needs the value of: Python refuses to convert very long ones."""
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)

@@ -63,10 +63,9 @@ class Exposition(Collector):
     def _own(self) -> Iterator[Metric]:
         m = self._metrics
         labels = {"model_name": m.model}
-        yield counter("legato_requests", "Requests given to the engine, by how they ended.", {
+        yield counter("legato_requests", "Requests that ended, by how (each choice of a request is one).", {
             (("finish_reason", reason), *labels.items()): float(count) for reason, count in m.endings.items()
         })  # fmt: skip
-        yield counter("legato_requests_started", "Requests given to the engine.", one(labels, m.num_requests))
         yield counter("legato_requests_refused", "Requests refused before the engine, by kind.", {
             (("kind", kind), *labels.items()): float(count) for kind, count in m.refusals.items()
         })  # fmt: skip
@@ -219,7 +218,7 @@ class Exposition(Collector):
             ("sglang:prompt_tokens", "Prompt tokens.", m.prompt_tokens),
             ("sglang:generation_tokens", "Generated tokens.", m.generation_tokens),
             ("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", m.cached_tokens),
-            ("sglang:num_requests", "Requests.", m.num_requests),
+            ("sglang:num_requests", "Requests that ended.", sum(m.endings.values())),
             ("sglang:num_aborted_requests", "Requests aborted.", m.endings["abort"]),
         ):
             yield counter(name, what, one(labels, value))

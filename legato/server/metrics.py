@@ -94,7 +94,6 @@ class Metrics:
         self.accepted_at = [0] * num_drafts
         self.endings: Counter[str] = Counter(dict.fromkeys(ENDINGS, 0))
         self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
-        self.num_requests = 0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = self.reasoning_tokens = 0
         self.startup: dict[str, float] = {}
         self.ttft = Histogram(LATENCY_BOUNDS)
@@ -141,7 +140,6 @@ class Metrics:
 
     def request_started(self) -> RequestMeter:
         """A meter for one request to the engine (each of `n` choices has its own), running from now on."""
-        self.num_requests += 1
         self.running_meters += 1
         return RequestMeter(self)
 
@@ -174,7 +172,7 @@ class Metrics:
                 ],
             },
             "totals": {
-                "requests": self.num_requests,
+                "requests": sum(self.endings.values()),
                 "endings": dict(self.endings),
                 "refusals": dict(self.refusals),
                 "prompt_tokens": self.prompt_tokens,
@@ -305,6 +303,13 @@ class RequestMeter:
             metrics.request_accept_length.observe(self._tally.accept_length)
         self._count_times(queued_s)
         metrics.recent_requests.appendleft(self._summary(reason, cached_tokens, now))
+
+    def refused(self, kind: str) -> None:
+        """Ends the request as one that the engine did not take: it is counted as refused, not as ended, and has no times."""
+        if not self.is_finished:
+            self.is_finished = True
+            self._metrics.running_meters -= 1
+            self._metrics.refused(kind)
 
     def _count_times(self, queued_s: float | None) -> None:
         metrics, first = self._metrics, self._first

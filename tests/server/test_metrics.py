@@ -221,6 +221,14 @@ def is_gauge(name: str) -> bool:
     return not name.endswith(("_total", "_count", "_bucket", "_sum"))
 
 
+def test_a_refused_request_has_no_ending(metrics: Metrics) -> None:
+    with metrics.request_started() as meter:
+        meter.refused("never_fits")
+    assert value(metrics, "legato_requests_refused_total", kind="never_fits") == 1
+    assert sum(metrics.endings.values()) == 0 and metrics.running_meters == 0
+    assert value(metrics, "legato_e2e_seconds_count") == 0
+
+
 def test_histogram_bounds_are_inclusive() -> None:
     histogram = Histogram((1.0, 2.0))
     for observed in (1.0, 1.5, 2.0, 2.5):

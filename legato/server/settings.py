@@ -80,7 +80,7 @@ class RequestLimits:
 
     max_body_bytes: int = 32 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
-    max_stop_strings: int = 64
+    max_stop_strings: int = 16
     max_stop_length: int = 1024
     max_choices: int = 128
     timeout_s: float | None = None

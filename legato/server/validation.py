@@ -7,6 +7,7 @@ by the request models, the routes and `server.errors`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -50,7 +51,7 @@ class RequestModel(BaseModel):
         """Names the nearest known field; pydantic's own message would not. What it refuses first is what is told."""
         if isinstance(value, Mapping):
             for name in cast(Mapping[str, Any], value):
-                if name not in cls.model_fields:
+                if name not in known_fields(cls):
                     raise PydanticCustomError(
                         "unknown_field", "{message}", {"message": unknown(name, cls), "field": name}
                     )
@@ -62,8 +63,13 @@ def unknown(name: str, model: type[BaseModel]) -> str:
     shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
     if name in INSTEAD:
         return f"{shown} is not supported: {INSTEAD[name]}"
-    near = difflib.get_close_matches(name[:SHOWN], list(model.model_fields), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name[:SHOWN], known_fields(model), n=1, cutoff=0.6)
     return f"{shown} is not supported" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def known_fields(model: type[BaseModel]) -> list[str]:
+    """The names under which a request gives the fields of `model`."""
+    return [info.alias or name for name, info in model.model_fields.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,8 @@ _WORDS = {
 
 def first_problem(errors: Sequence[Any]) -> Problem:
     """What to tell of pydantic's list of errors: those of the most specific place, the first of them."""
-    error = max(errors, key=lambda entry: _depth(entry)) if _is_union(errors) else errors[0]
+    deepest = max(_depth(entry) for entry in errors) if _is_union(errors) else 0
+    error = next(entry for entry in errors if _depth(entry) >= deepest)
     where = _path(error["loc"])
     kind, context = str(error["type"]), cast(Mapping[str, Any], error.get("ctx") or {})
     if kind == "unknown_field":
@@ -105,12 +112,20 @@ def first_problem(errors: Sequence[Any]) -> Problem:
         hint = INSTEAD.get(name)
         message = f"{name} is not supported" + (f": {hint}" if hint else "")
         return Problem(where, message, "unsupported_parameter")
-    words = _WORDS.get(kind) or _lower(str(error["msg"]))
+    words = _words(error)
+    if deepest:
+        alternatives = (_words(entry) for entry in errors if _depth(entry) == deepest and _path(entry["loc"]) == where)
+        words = " or ".join(dict.fromkeys(alternatives)).replace(" or must be ", " or ")
     if not where:
         return Problem(None, "the body " + ("is required, as a JSON object" if kind == "missing" else words))
     return Problem(
         where, f"{where}: {words}{_shown(kind, error)}", "missing_required_parameter" if kind == "missing" else None
     )
+
+
+def _words(error: Mapping[str, Any]) -> str:
+    known = _WORDS.get(str(error["type"]))
+    return known or re.sub(r"^(Input|String|List|Dictionary|Value|Data) should ", "must ", str(error["msg"]))
 
 
 def _shown(kind: str, error: Mapping[str, Any]) -> str:
@@ -135,7 +150,7 @@ def _path(location: Sequence[Any]) -> str:
     for part in location[1:] if location and location[0] in ("body", "query", "path", "header") else location:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif not _is_union_member(str(part)):
+        elif not _is_union_member(str(part)) and not (text == "response_format" and part in RESPONSE_FORMATS):
             text += f".{part}" if text else str(part)
     return text[:256]
 
@@ -144,11 +159,8 @@ def _is_union_member(part: str) -> bool:
     return "[" in part or part in _MEMBERS or (part[:1].isupper() and part.isidentifier())
 
 
+RESPONSE_FORMATS = frozenset({"text", "json_object", "json_schema", "regex", "grammar"})
 _MEMBERS = frozenset({"str", "int", "float", "bool", "none", "dict", "function-wrap", "function-before"})
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 class BodyError(HTTPException):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import legato.engine.messages as messages
 from legato.config import Config
 from legato.engine.channel import Channel
+from legato.engine.selfcheck import REPLAY
 from legato.schedule import NeverFits, Progress, QueueFull, Request, RequestError
 from legato.types import ParameterError, Stats
 
@@ -115,6 +116,7 @@ class Serving:
             raise messages.MessageError(f"{type(message).__name__} came where no such message can come")
 
     def _submit(self, message: messages.Submit) -> None:
+        """Takes a request, or says why not."""
         deadline = None if message.timeout_s is None else time.monotonic() + message.timeout_s
         request = Request(
             id=message.id,
@@ -139,6 +141,8 @@ class Serving:
 
     def _check(self, request: Request) -> None:
         """What fails here has touched nothing yet, and concerns this request alone."""
+        if request.id.startswith(REPLAY):
+            raise RequestError(f"id: {request.id!r} starts with {REPLAY!r}, as the engine's own requests do", "id")
         try:
             self._engine.runner.check(request.params)
         except ParameterError:
@@ -167,7 +171,7 @@ class Serving:
         except (OSError, RuntimeError) as fault:
             if command.kind not in ("start_profile", "stop_profile"):
                 raise
-            LOG.exception("%s failed", command.kind)
+            LOG.warning("%s: %s", command.kind, fault)
             error = f"{command.kind}: {fault}"
         self._channel.send(messages.Done(command.ticket, value, error))
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from legato.engine.selfcheck import AcceptMonitor, SelfCheck
 from legato.plan import Outcome, Plan
-from legato.runtime.grammar import Grammars
 from legato.schedule import Progress, Request, RequestError, Scheduler
 from legato.types import SamplingParams, Stats
+
+if TYPE_CHECKING:  # the loop itself needs no tensor, nor does a runner that is a stand-in
+    from legato.runtime.grammar import Grammars
 
 
 class Launched(Protocol):

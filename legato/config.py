@@ -186,3 +186,9 @@ def from_environment(config: Config, environ: Mapping[str, str] | None = None) -
     if config.execution.device == "auto" and environ.get("LEGATO_DEVICE"):
         config = replace(config, execution=replace(config.execution, device=environ["LEGATO_DEVICE"]))
     return config
+
+
+def api_key_from_environment(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The key in `LEGATO_API_KEY`, where there is one: unlike a flag, other users of the machine cannot see it."""
+    key = (os.environ if environ is None else environ).get("LEGATO_API_KEY", "")
+    return (key,) if key else ()

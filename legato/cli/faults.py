@@ -13,12 +13,22 @@ from legato.model.faults import CheckpointError
 from legato.model.spec import SpecError
 from legato.schedule import RequestError
 from legato.server.chat import ChatError
+from legato.server.settings import SettingsError
 from legato.server.text import TokenizerError
 from legato.types import ParameterError
 
 EXIT_CODE = 2
 
-FAULTS = (ChatError, CheckpointError, ConfigError, ParameterError, RequestError, SpecError, TokenizerError)
+FAULTS = (
+    ChatError,
+    CheckpointError,
+    ConfigError,
+    ParameterError,
+    RequestError,
+    SettingsError,
+    SpecError,
+    TokenizerError,
+)
 """Errors whose message says what is wrong and what to do. Anything else is a fault of Legato and keeps its traceback."""
 
 

@@ -53,6 +53,38 @@ Ops = Annotated[
     ),
 ]  # fmt: skip
 
+MaxRunning = Annotated[int, typer.Option(help="Most requests in one iteration.", rich_help_panel=ENGINE)]
+MaxWaiting = Annotated[
+    int | None,
+    typer.Option(
+        help="Most requests that wait before further ones are refused; by default any number.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
+ChunkTokens = Annotated[
+    int, typer.Option(help="Most tokens of prompts that run in one iteration.", rich_help_panel=ENGINE)
+]
+CacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens the cache holds over all requests; by default --max-running full contexts, at most 64 Ki on a CPU.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
+PrefixCache = Annotated[
+    bool,
+    typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts for later requests.", rich_help_panel=ENGINE),
+]
+VerifySpeculation = Annotated[
+    float,
+    typer.Option(
+        help="Share of requests (0 to 1) that are replayed without drafts, to see that the tokens are the same.",
+        rich_help_panel=ENGINE,
+    ),
+]
+
 MaxTokens = Annotated[
     int | None,
     typer.Option(

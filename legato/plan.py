@@ -12,6 +12,14 @@ from legato.types import Grammar, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBound:
+    """Reasoning ends with the token `end`. From position `last` on nothing else may stand, until it has come."""
+
+    last: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Controls:
     """What changes a request's logits before they are sampled; only requests that ask for any of it have one.
 
@@ -21,6 +29,7 @@ class Controls:
         bias: token ids and what is added to their logits; -inf takes a token away.
         allowed: the only tokens there are, or `None`.
         grammar: what the generated text must match.
+        reasoning: where reasoning has to end, for a request whose reasoning is bounded and has not ended.
     """
 
     prompt: tuple[int, ...]
@@ -32,6 +41,7 @@ class Controls:
     bias: tuple[tuple[int, float], ...]
     allowed: tuple[int, ...] | None
     grammar: Grammar | None
+    reasoning: ReasoningBound | None = None
 
     @property
     def counts_tokens(self) -> bool:
@@ -84,6 +94,25 @@ class PageGrant:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """Copy a cached page, all layers of it, to a slot of host memory. The page may be granted anew in the same plan."""
+
+    page: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Copy a slot of host memory back to a page. The slot may be filled anew in the same plan."""
+
+    slot: int
+    page: int
+
+
+Move = Offload | Restore
+
+
+@dataclass(frozen=True, slots=True)
 class Extend:
     """Run tokens that the host knows (a prompt or a chunk of one), from position `start`.
 
@@ -101,6 +130,7 @@ class Extend:
 class Plan:
     """One iteration: rows to admit, pages to add, chunks to extend, and rows that verify the drafts the device holds for them.
 
+    `moves` come before all of it, one after the other: a later one may use the page or the slot of an earlier one.
     `decodes` may name rows that have finished on the device since the host last looked, or that have used up their pages: they
     emit nothing.
     """
@@ -110,6 +140,7 @@ class Plan:
     extends: tuple[Extend, ...]
     decodes: tuple[int, ...]
     grants: tuple[PageGrant, ...] = ()
+    moves: tuple[Move, ...] = ()
 
     @property
     def is_empty(self) -> bool:

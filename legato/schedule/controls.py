@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from legato.plan import Controls
+from legato.plan import Controls, ReasoningBound
 from legato.schedule.request import Request
 from legato.types import BAN
 
@@ -28,6 +28,14 @@ def controls_of(request: Request, generated: Sequence[int]) -> Controls | None:
         bias=tuple(bias.items()),
         allowed=params.allowed_token_ids,
         grammar=params.constraint,
+        reasoning=_reasoning(request, generated),
     )
-    needed = controls.counts_tokens or bias or controls.allowed is not None or controls.grammar or params.min_tokens
-    return controls if needed else None
+    asked = (controls.counts_tokens, bias, controls.allowed is not None, controls.grammar, params.min_tokens)
+    return controls if any(asked) or controls.reasoning is not None else None
+
+
+def _reasoning(request: Request, generated: Sequence[int]) -> ReasoningBound | None:
+    budget, end = request.params.reasoning_budget, request.params.reasoning_end
+    if budget is None or end is None or end in generated:
+        return None
+    return ReasoningBound(len(request.prompt) + budget, end)

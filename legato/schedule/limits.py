@@ -22,6 +22,7 @@ class Limits:
         num_pages: pages of `page_size` tokens, the dummy page 0 included.
         prefix_cache: whether pages are found again by later requests.
         max_waiting: most requests that wait; `None`: any number.
+        host_pages: pages of host memory for what the prefix cache evicts.
     """
 
     max_running: int
@@ -32,6 +33,7 @@ class Limits:
     page_size: int
     prefix_cache: bool = True
     max_waiting: int | None = None
+    host_pages: int = 0
 
     def max_length(self, request: Request) -> int:
         """Most tokens of prompt and output together. The last of them is never run, so it needs no place in the cache.

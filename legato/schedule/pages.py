@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from legato.plan import Move
 from legato.schedule.pool import Pool
 from legato.schedule.prefix import Freed, Node, PrefixTree
 
@@ -16,36 +17,48 @@ from legato.schedule.prefix import Freed, Node, PrefixTree
 class Holding:
     """One running request's pages, in the order of its text.
 
-    Those in `borrowed` belong to the tree; `anchor` locks them, and no page that the request does not use.
+    Those in `borrowed` belong to the tree; `anchor` locks them, and no page that the request does not use. `absent`: the end of
+    what was found, which is on the host; `Pages.seat` gives it pages.
     """
 
     pages: list[int]
     borrowed: set[int]
     anchor: Node
+    absent: list[Node]
+
+    @property
+    def num_found(self) -> int:
+        """Pages of the start of the text that need not be run."""
+        return len(self.pages) + len(self.absent)
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Since the start. `hit_tokens` of `prompt_tokens` admitted were found in the cache."""
+    """Since the start. `hit_tokens` of `prompt_tokens` admitted were found in the cache, `host_hit_tokens` of them on the host."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0
     evicted_pages: int = 0
 
 
 @dataclass(slots=True)
 class Pages:
-    """Pages 1..`capacity` of `page_size` tokens. With `reuse` off nothing is found again and nothing is kept."""
+    """Pages 1..`capacity` of `page_size` tokens. With `reuse` off nothing is found again and nothing is kept.
+
+    `host_capacity`: evicted pages that are kept in host memory.
+    """
 
     capacity: int
     page_size: int
     reuse: bool
+    host_capacity: int = 0
     counters: CacheCounters = field(default_factory=CacheCounters)
     pool: Pool = field(init=False)
     tree: PrefixTree = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool, self.tree = Pool(self.capacity), PrefixTree(self.page_size)
+        self.pool, self.tree = Pool(self.capacity), PrefixTree(self.page_size, self.host_capacity)
 
     @property
     def num_available(self) -> int:
@@ -55,6 +68,10 @@ class Pages:
     @property
     def num_cached(self) -> int:
         return self.tree.num_pages
+
+    @property
+    def num_on_host(self) -> int:
+        return self.tree.slots.num_granted
 
     def needed(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -69,8 +86,24 @@ class Pages:
             max_pages: most pages to find.
         """
         anchor = self.tree.lock(salt, tokens, max_pages if self.reuse else 0)
-        pages = anchor.pages()
-        return Holding(pages, set(pages), anchor)
+        path = anchor.path()
+        pages = [node.page for node in path if node.page]
+        return Holding(pages, set(pages), anchor, path[len(pages) :])
+
+    def seat(self, holding: Holding, taken: tuple[int, ...]) -> None:
+        """Completes what was found with pages that were taken: first for what is on the host, then for what will be run."""
+        count = len(holding.absent)
+        for node, page in zip(holding.absent, taken[:count], strict=True):
+            self.tree.restore(node, page)
+        holding.borrowed.update(taken[:count])
+        holding.pages.extend(taken)
+        holding.absent.clear()
+        self.counters.host_hit_tokens += count * self.page_size
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """Copies that must run before what is granted from now on is used, in order, once."""
+        moves, self.tree.moves = tuple(self.tree.moves), []
+        return moves
 
     def take(self, count: int) -> tuple[int, ...] | None:
         """`count` pages, evicting as many cached ones as that needs; `None` while they are too few or still in quarantine."""
@@ -102,7 +135,7 @@ class Pages:
 
     def flush(self) -> int:
         """Empties the cache; returns how many pages it held. Running requests go on, and what they compute is not cached."""
-        count = self.tree.num_pages
+        count = self.tree.num_pages + self.num_on_host
         for page, epoch in self.tree.flush():
             self.pool.give_back((page,), epoch)
         return count

@@ -23,7 +23,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.pages = Pages(limits.num_pages - 1, limits.page_size, limits.prefix_cache)
+        self.pages = Pages(limits.num_pages - 1, limits.page_size, limits.prefix_cache, limits.host_pages)
         self.rows = Pool(limits.max_running)
         self.num_preemptions = 0
         self._waiting = WaitingQueue()
@@ -109,7 +109,8 @@ class Scheduler:
             admits.append(self._admission(sequence))
             extends.append(self._extend(sequence, budget))
             budget -= len(extends[-1].tokens)
-        plan = Plan(self._epoch, tuple(admits), tuple(extends), decodes, tuple(grants))
+        moves = self.pages.take_moves() if extends or decodes else ()
+        plan = Plan(self._epoch, tuple(admits), tuple(extends), decodes, tuple(grants), moves)
         if not plan.is_empty:
             self._launch(plan)
         return plan
@@ -192,8 +193,8 @@ class Scheduler:
         ):
             return None  # nothing has become free since
         holding = self.pages.find(sequence.request.cache_salt, sequence.text, self._reusable(sequence))
-        num_cached = len(holding.pages)
-        count = self._growth_at_admission(sequence) - num_cached
+        num_cached = holding.num_found
+        count = self._growth_at_admission(sequence) - len(holding.pages)
         reserve = sum(self._may_grow(running) for running in self._running.values())
         fits = count + reserve <= self.pages.num_available
         taken = self.pages.take(count) if fits else None
@@ -201,7 +202,7 @@ class Scheduler:
             self.pages.forget(holding)
             self._refused = (sequence, self.pages.num_available)  # what was evicted for it is in quarantine
             return None
-        holding.pages.extend(taken)
+        self.pages.seat(holding, taken)
         self._seat(sequence, num_cached * self.limits.page_size)
         sequence.holding = holding
         return sequence

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from legato.plan import Admit, Emission, Extend, Outcome, Plan
+from legato.plan import Admit, Emission, Extend, Move, Offload, Outcome, Plan
 from legato.schedule import Limits
 
 EOS = 99
@@ -56,9 +56,13 @@ class Device:
     limits: Limits
     rows: dict[int, Row] = field(default_factory=dict)
     memory: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    host: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)
     num_stalls: int = 0
+    num_restored: int = 0
 
     def run(self, plan: Plan, luck: random.Random) -> Outcome:
+        for move in plan.moves:
+            self._move(move)
         for admit in plan.admits:
             assert 0 not in admit.pages
             self.rows[admit.row] = Row(admit, list(admit.pages))
@@ -72,6 +76,15 @@ class Device:
             self._decode(number, luck.choice((0, drafts, luck.randint(0, drafts)))) for number in plan.decodes
         ]
         return Outcome(plan.epoch, tuple(emissions))
+
+    def _move(self, move: Move) -> None:
+        """Carries a page out or in. What it leaves behind is gone: nobody may read it there."""
+        slots = range(move.page * self.limits.page_size, (move.page + 1) * self.limits.page_size)
+        if isinstance(move, Offload):
+            self.host[move.slot] = [self.memory.pop(slot) for slot in slots]
+        else:
+            self.memory.update(zip(slots, self.host.pop(move.slot), strict=True))
+            self.num_restored += 1
 
     def capacity(self, row: Row) -> int:
         return len(row.pages) * self.limits.page_size

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from legato.plan import Outcome, Plan
+from legato.plan import Outcome, Plan, Restore
 from legato.schedule import Limits, Progress, QueueFull, Request, RequestError, Scheduler
 from legato.schedule.prefix import Node
 from legato.schedule.request import Sequence
@@ -34,10 +34,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         room=st.sampled_from((1.2, 2, 5)),
         cache=st.booleans(),
         queue=st.integers(2, 20),
+        host=st.sampled_from((0, 0.3, 1, 4)),
     )
-    def start(self, page: int, room: float, cache: bool, queue: int) -> None:
-        num_pages = int(CONTEXT * room) // page + 1
-        self.limits = Limits(3, 12, CONTEXT, K, num_pages, page, prefix_cache=cache, max_waiting=queue)
+    def start(self, page: int, room: float, cache: bool, queue: int, host: float) -> None:
+        num_pages, host_pages = int(CONTEXT * room) // page + 1, int(CONTEXT * host) // page
+        self.limits = Limits(3, 12, CONTEXT, K, num_pages, page, cache, max_waiting=queue, host_pages=host_pages)
         self.scheduler, self.device = Scheduler(self.limits), Device(self.limits)
         self.flight: Outcome | None = None
         self.flying: tuple[set[int], set[int], set[int]] | None = None
@@ -101,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = [extend.row for extend in plan.extends] + list(plan.decodes)
             assert len(rows) == len(set(rows)), "a row runs at most once per iteration"
             assert sum(len(e.tokens) for e in plan.extends) <= self.limits.chunk_tokens
-            assert not (plan.is_empty and (plan.admits or plan.grants)), "an empty plan changes nothing on the device"
+            assert not (plan.is_empty and (plan.admits or plan.grants or plan.moves)), "an empty plan changes nothing"
             self.check_reclaimed(plan)
             launched = None if plan.is_empty else self.fly(plan, random.Random(luck + number))
             landing = [self.flight] if overlap else [self.flight, launched]
@@ -118,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.flying is None or self.flight is None:
             return
         rows, touched, written = self.flying
+        assert not {move.page for move in plan.moves if isinstance(move, Restore)} & touched
         for admit in plan.admits:
             start = next(extend.start for extend in plan.extends if extend.row == admit.row) // self.limits.page_size
             assert admit.row not in rows and not set(admit.pages[start:]) & touched and not set(admit.pages) & written
@@ -204,6 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def check(self) -> None:
         self.every_page_has_one_owner()
+        self.every_slot_has_one_owner()
         self.nobody_can_write_what_is_shared()
         self.bounds_hold()
 
@@ -211,18 +214,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages, nodes = self.scheduler.pages, self.nodes()
         for pool in (pages.pool, self.scheduler.rows):
             assert pool.num_free + pool.num_quarantined + pool.num_granted == pool.capacity
-        cached = [node.page for node in nodes]
+        cached = [node.page for node in nodes if node.page]
         owned = [page for s in self.running for page in s.pages if page not in s.holding.borrowed]
         assert len(set(cached + owned)) == len(cached) + len(owned), "a page with two owners"
         assert pages.pool._granted == set(cached + owned)
-        assert pages.num_cached == len(nodes) and pages.tree.num_locked == sum(node.locks > 0 for node in nodes)
+        assert pages.num_cached == len(cached) and pages.tree.num_locked == sum(node.locks > 0 for node in nodes)
         for sequence in self.running:
             path = sequence.holding.anchor.pages()
             assert set(path) == sequence.holding.borrowed <= set(cached)
             assert sequence.pages[: len(path)] == path, "a locked page that the request does not use"
 
+    def every_slot_has_one_owner(self) -> None:
+        tree, nodes = self.scheduler.pages.tree, self.nodes()
+        slots = [node.slot for node in nodes if node.slot]
+        assert len(set(slots)) == len(slots) and tree.slots._granted == set(slots)
+        assert not tree.slots.num_quarantined
+        for node in nodes:
+            assert (node.page == 0) != (node.slot == 0), "a page is in one place"
+            assert node.page or not node.locks, "what is read is on the device"
+            assert node.num_resident == sum(child.page != 0 for child in node.children.values())
+            assert node.page or not node.num_resident, "what is below a page on the host is on the host too"
+
     def nobody_can_write_what_is_shared(self) -> None:
-        cached = {node.page for node in self.nodes()}
+        cached = {node.page for node in self.nodes() if node.page}
         for sequence in self.running:
             row = self.device.rows[sequence.row]
             others = {page for other in self.running if other is not sequence for page in other.pages}
@@ -249,7 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.open
         assert self.scheduler.pages.tree.num_locked == 0
         self.scheduler.flush_cache()
-        for pool in (self.scheduler.pages.pool, self.scheduler.rows):
+        for pool in (self.scheduler.pages.pool, self.scheduler.rows, self.scheduler.pages.tree.slots):
             assert pool.num_free == pool.capacity
         assert not self.scheduler.pages.tree._roots and not self.scheduler._launched
 

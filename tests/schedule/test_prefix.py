@@ -76,4 +76,4 @@ def test_nothing_grows_with_the_number_of_uses() -> None:
     for number in range(1000):
         found(tree, "aaaabbbb-")
         found(tree, "aaaabbbb-", f"salt {number}")
-    assert len(tree._roots) == 1 and len(tree._leaves) < 100
+    assert len(tree._roots) == 1 and len(tree._resident) < 100

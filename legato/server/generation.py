@@ -98,6 +98,7 @@ class Timings:
     Attributes:
         first_token_s: from arrival to the first token: queue and prefill.
         decode_s: from the first token to the last.
+        tokens: all of them; `first_tokens` came with the first.
         steps: replies of the engine that brought tokens.
         rounds: of those, iterations that verified drafts.
         drafted, accepted: drafts that were verified, and those that the model agreed with.
@@ -105,6 +106,8 @@ class Timings:
 
     first_token_s: float
     decode_s: float
+    tokens: int
+    first_tokens: int
     steps: int
     rounds: int
     drafted: int
@@ -299,13 +302,15 @@ class _Choice:
         self._engine, self._metrics, self._index = engine, metrics, index
         self._started = time.monotonic()
         self._first = self._last = self._started
-        self._steps = self._rounds = self._drafted = self._accepted = 0
+        self._first_tokens = self._steps = self._rounds = self._drafted = self._accepted = 0
 
     @property
     def timings(self) -> Timings:
         return Timings(
             first_token_s=self._first - self._started,
             decode_s=self._last - self._first,
+            tokens=self.num_tokens,
+            first_tokens=self._first_tokens,
             steps=self._steps,
             rounds=self._rounds,
             drafted=self._drafted,
@@ -364,7 +369,7 @@ class _Choice:
         if gained.tokens:
             self._last = time.monotonic()
             if not self._steps:
-                self._first = self._last
+                self._first, self._first_tokens = self._last, num_tokens
             self._steps += 1
 
     def _take_prompt(self, gained: Progress) -> None:

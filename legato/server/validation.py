@@ -124,6 +124,8 @@ def first_problem(errors: Sequence[Any]) -> Problem:
 
 
 def _words(error: Mapping[str, Any]) -> str:
+    if error["type"] == "union_tag_invalid":
+        return f"the type {str(error['ctx']['tag'])[:SHOWN]!r} is none of {error['ctx']['expected_tags']}"
     known = _WORDS.get(str(error["type"]))
     return known or re.sub(r"^(Input|String|List|Dictionary|Value|Data) should ", "must ", str(error["msg"]))
 
@@ -146,12 +148,13 @@ def _depth(error: Mapping[str, Any]) -> int:
 
 def _path(location: Sequence[Any]) -> str:
     """`("body", "messages", 3, "role")` as `messages[3].role`; names of union members are left out."""
-    text = ""
+    text, before = "", ""
     for part in location[1:] if location and location[0] in ("body", "query", "path", "header") else location:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif not _is_union_member(str(part)) and not (text == "response_format" and part in RESPONSE_FORMATS):
+        elif not _is_union_member(str(part)) and not (before == "response_format" and part in RESPONSE_FORMATS):
             text += f".{part}" if text else str(part)
+        before = str(part)
     return text[:256]
 
 

@@ -1,0 +1,207 @@
+"""A request to /v1/chat/completions: its fields, and the job that it becomes.
+
+Owns what chat adds to the shared fields (messages, tools, thinking, log-probabilities) and the rendering of the prompt. Knows
+nothing of replies. Called by `server.openai_chat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from legato.server.answer import Answer
+from legato.server.constraint import constrained
+from legato.server.generation import Job, Reader
+from legato.server.sampling_fields import NotSupported, SamplingFields
+from legato.server.service import Service
+from legato.server.tools import Tools
+from legato.server.validation import RequestModel
+from legato.types import MAX_LOGPROBS, ParameterError
+
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "title": "Message",
+    "type": "object",
+    "description": "A turn of the conversation. Assistant turns may carry `reasoning_content` (or `reasoning`) and `tool_calls`; "
+    "fields that the chat template does not read change nothing.",
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+                {"type": "null"},
+            ]
+        },
+    },
+    "required": ["role"],
+}
+TOOL_SCHEMA: dict[str, Any] = {
+    "title": "Tool",
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object", "description": "JSON schema of the arguments."},
+                "strict": {"type": ["boolean", "null"], "description": "Whether the arguments must fit it."},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
+ToolDefinition = Annotated[dict[str, Any], WithJsonSchema(TOOL_SCHEMA)]
+
+
+class Thinking(RequestModel):
+    """Whether the model reasons first, and for how many tokens at most."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    clear_thinking: bool | None = Field(
+        None, description="Whether the reasoning of earlier turns is left out of the prompt."
+    )
+
+
+class ChatRequest(SamplingFields):
+    """A conversation to go on with."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Left out: what the context has room for.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The same as max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[ToolDefinition] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="`none`, `auto`, `required`, one function, or `allowed_tools`."
+    )
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Arguments of the chat template, such as `enable_thinking`. Others are refused."
+    )
+    reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Most tokens of reasoning; then it is ended."
+    )
+
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    echo: Literal[False] | None = None
+    separate_reasoning: Literal[True] | None = None
+    stream_reasoning: Literal[True] | None = None
+    include_reasoning: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    audio: NotSupported = None
+    chat_template: NotSupported = None
+    documents: NotSupported = None
+    function_call: NotSupported = None
+    functions: NotSupported = None
+    moderation: NotSupported = None
+    prediction: NotSupported = None
+    prompt_logprobs: NotSupported = None
+    verbosity: NotSupported = None
+    web_search_options: NotSupported = None
+
+    def length(self) -> int | None:
+        """Most tokens to generate. Raises `ParameterError` where the two fields for it differ."""
+        given = {value for value in (self.max_tokens, self.max_completion_tokens) if value is not None}
+        if len(given) > 1:
+            raise ParameterError(
+                "max_completion_tokens", f"is {self.max_completion_tokens}, but max_tokens is {self.max_tokens}"
+            )
+        return given.pop() if given else None
+
+    def num_logprobs(self) -> int | None:
+        """How many alternatives are wanted beside each token; `None`: no log-probabilities. Raises `ParameterError`."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise ParameterError("top_logprobs", "needs logprobs: true")
+        return None
+
+    def budget(self) -> int | None:
+        """Most tokens of reasoning. Raises `ParameterError` where the two fields for it differ."""
+        nested = None if self.thinking is None else self.thinking.budget_tokens
+        if None not in (nested, self.thinking_token_budget) and nested != self.thinking_token_budget:
+            raise ParameterError(
+                "thinking.budget_tokens", f"is {nested}, but thinking_token_budget is {self.thinking_token_budget}"
+            )
+        return self.thinking_token_budget if nested is None else nested
+
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is told. Raises `ParameterError` where a field and `chat_template_kwargs` differ."""
+        arguments = dict(self.chat_template_kwargs or {})
+        fields: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.thinking is not None:
+            fields |= {
+                "enable_thinking": self.thinking.type == "enabled",
+                "clear_thinking": self.thinking.clear_thinking,
+            }
+        for name, value in fields.items():
+            if value is not None and arguments.setdefault(name, value) != value:
+                raise ParameterError(
+                    f"chat_template_kwargs.{name}",
+                    f"is {arguments[name]!r:.80}, but the request also says {value!r:.80}",
+                )
+        return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ChatJob:
+    """What a chat request became. `num_top`: alternatives per token in the reply, `None` without log-probabilities."""
+
+    job: Job
+    num_top: int | None
+
+
+def chat_job(service: Service, request: ChatRequest, id: str) -> ChatJob:
+    """Renders and checks a request.
+
+    Raises:
+        ParameterError, ChatError, ApiError: a field cannot be honoured; each names it.
+    """
+    limits, tokenizer = service.settings.limits, service.text.tokenizer
+    service.check_choices(1, request.n or 1)
+    tools = Tools.from_openai(request.tools, request.tool_choice, request.parallel_tool_calls)
+    num_top = request.num_logprobs()
+    params = request.sampling(service.settings.defaults, limits, request.length())
+    prompt = service.template.render(
+        request.messages, None if tools is None else tools.definitions, **request.template_arguments()
+    )
+    ids = service.check_length(prompt.ids, "messages")
+    response_format = None if request.response_format is None else request.response_format.model_dump(by_alias=True)
+    stop, in_reasoning = params.stop, prompt.in_reasoning
+    params = constrained(
+        replace(params, logprobs=num_top, reasoning_budget=request.budget()),
+        tokenizer,
+        in_reasoning=in_reasoning,
+        tools=tools,
+        response_format=response_format,
+    )
+    reader: Callable[[], Reader] = lambda: Answer(tokenizer, in_reasoning=in_reasoning, tools=tools, stop=stop)  # noqa: E731
+    job = Job(
+        id=id,
+        prompt=ids,
+        params=params,
+        reader=reader,
+        priority=request.priority or 0,
+        timeout_s=request.deadline(limits),
+        cache_salt=request.cache_salt or "",
+    )
+    return ChatJob(job, num_top)

@@ -34,7 +34,7 @@ class Holding:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Since the start. `hit_tokens` of `prompt_tokens` admitted were found in the cache, `host_hit_tokens` of them on the host."""
+    """Of `prompt_tokens` admitted since the start `hit_tokens` were found in the cache, `host_hit_tokens` of them on the host."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0

@@ -34,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         room=st.sampled_from((1.2, 2, 5)),
         cache=st.booleans(),
         queue=st.integers(2, 20),
-        host=st.sampled_from((0, 0.3, 1, 4)),
+        host=st.sampled_from((0, 0.4, 2, 5)),
     )
     def start(self, page: int, room: float, cache: bool, queue: int, host: float) -> None:
         num_pages, host_pages = int(CONTEXT * room) // page + 1, int(CONTEXT * host) // page
@@ -67,8 +67,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience=st.one_of(st.none(), st.none(), st.integers(1, 30)),
     )
     def arrive(self, family, same, more, max_tokens, salt, priority, patience) -> None:
+        self.submit(family[:same] + tuple(more), max_tokens, salt, priority, patience)
+
+    @rule(pick=st.integers(0, 99), more=st.integers(0, WORDS - 1), max_tokens=st.integers(1, 6))
+    def follow_up(self, pick: int, more: int, max_tokens: int) -> None:
+        """The next turn of a conversation: what was said before, and a little more."""
+        if self.requests:
+            before = list(self.requests.values())[pick % len(self.requests)]
+            prompt = before.prompt + tuple(token for token in self.said[before.id] if token != EOS) + (more,)
+            self.submit(prompt[: CONTEXT - max_tokens], max_tokens, before.cache_salt, 0, None)
+
+    def submit(self, prompt, max_tokens, salt, priority, patience) -> None:
         self.count += 1
-        prompt = family[:same] + tuple(more)
         deadline = None if patience is None else self.now + patience
         params = SamplingParams(max_tokens=max_tokens)
         seed = self.count % 3 - 1
@@ -146,9 +156,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             getattr(self.scheduler, verb)(names[pick % len(names)])
             self.take(self.scheduler.take_ended())
 
-    @rule(count=st.integers(0, 5), seconds=st.integers(0, 3))
+    @rule(count=st.sampled_from((0, 1, 3, 99)), seconds=st.integers(0, 3))
     def tidy(self, count: int, seconds: int) -> None:
-        """Evicts some pages, or all, and lets time pass."""
+        """Evicts some pages, or forgets all, and lets time pass."""
         self.now += seconds
         if count:
             self.scheduler.pages._reclaim(self.scheduler.pages.tree.evict(count))

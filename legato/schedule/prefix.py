@@ -123,8 +123,8 @@ class PrefixTree:
         """Moves a lock one page down, to the page that follows `node` in `tokens`.
 
         Returns:
-            The node it moved to, and whether the tree took `page` for it: not when it has that text on the device already. (A copy
-            on the host is forgotten.)
+            The node it moved to, and whether the tree took `page` for it: not when it has that text on the device already. A
+            copy on the host is forgotten.
         """
         key = self._key(tokens, node.depth)
         child = node.children.get(key)

@@ -18,6 +18,7 @@ from legato.runtime.grammar import Grammars, Vocabulary
 from legato.schedule import Progress as RequestProgress
 from legato.schedule import Request
 from legato.server.chat import ChatPrompt, ChatTemplate
+from legato.server.constraint import constrained
 from legato.server.stream import TextStream
 from legato.server.text import Tokenizer
 from legato.types import (
@@ -31,7 +32,6 @@ from legato.types import (
     samples_of,
 )
 
-END_OF_REASONING = "</think>"
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -194,13 +194,13 @@ class LLM:
         return [reply.completion() for reply in replies.values()]
 
     def _single(self, prompt: Prompt | ChatPrompt, params: SamplingParams | None) -> SamplingParams:
-        """Parameters for one reply; where it starts with reasoning, a grammar waits for the end of it."""
+        """Parameters for one reply; where it starts with reasoning, a grammar waits for the end of it, and its budget counts."""
         params = params or SamplingParams()
         if params.n != 1:
             raise ParameterError("n", f"must be 1 for a single reply, got {params.n}; `generate` takes more")
-        if not (isinstance(prompt, ChatPrompt) and prompt.in_reasoning) or params.constraint is None:
+        if not isinstance(prompt, ChatPrompt):
             return params
-        return replace(params, grammar_after=self.tokenizer.control.get(END_OF_REASONING, params.grammar_after))
+        return constrained(params, self.tokenizer, in_reasoning=prompt.in_reasoning)
 
     def _submit(self, ids: Sequence[int], params: SamplingParams) -> _Reply:
         if params.constraint is not None and self._engine.runner.grammars is None:

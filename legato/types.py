@@ -83,8 +83,12 @@ class SamplingParams:
             one line break with up to 32 characters of indentation.
         regex: the whole text matches it.
         grammar: the whole text is a `start` of this grammar, in llguidance's Lark notation. At most one of these three.
-        grammar_after: token id; the grammar holds behind its first appearance only. `LLM.chat` sets it when the answer starts
-            with reasoning.
+        grammar_after: token id; the grammar holds behind its first appearance only, and until then the answer cannot end and
+            holds no other control token. `LLM.chat` sets it when the answer starts with reasoning.
+        reasoning_budget: most tokens of reasoning, from the first token generated: where `reasoning_end` has not come by then,
+            it is the next token, whatever bias, bans and penalties say. 0 skips reasoning.
+        reasoning_end: id of the token that ends reasoning. `LLM.chat` sets it, and drops the budget where the answer does not
+            start with reasoning.
 
     Raises:
         ParameterError: a field is out of its range; the message names it.
@@ -113,6 +117,8 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     grammar_after: int | None = None
+    reasoning_budget: int | None = None
+    reasoning_end: int | None = None
 
     def __post_init__(self) -> None:
         for name, lowest, highest, what in _WHOLE:
@@ -185,6 +191,8 @@ _WHOLE: tuple[tuple[str, int, int | None, str], ...] = (
     ("n", 1, MAX_SAMPLES, f"must be between 1 and {MAX_SAMPLES}"),
     ("min_tokens", 0, None, "cannot be negative"),
     ("grammar_after", 0, None, "ids cannot be negative"),
+    ("reasoning_budget", 0, None, "cannot be negative"),
+    ("reasoning_end", 0, None, "ids cannot be negative"),
 )
 """Whole-number fields: name, lowest, highest, what is allowed. `None` passes where it is a field's default."""
 
@@ -196,7 +204,9 @@ _REAL = (
     ("frequency_penalty", -2.0, 2.0, "must be between -2 and 2"),
     ("repetition_penalty", 0.0, 10.0, "must be above 0 and at most 10"),
 )
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "grammar_after")
+_OPTIONAL = (
+    "max_tokens", "seed", "logprobs", "prompt_logprobs", "grammar_after", "reasoning_budget", "reasoning_end",
+)  # fmt: skip
 
 
 def _check_whole(name: str, value: object, lowest: int, highest: int | None, what: str) -> None:

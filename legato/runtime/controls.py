@@ -1,4 +1,5 @@
-"""What changes logits before they are sampled, by device row: penalties, bias, bans, and end ids that must wait.
+"""What changes logits before they are sampled, by device row: penalties, bias, bans, end ids that must wait, and the end of
+reasoning that must not.
 
 Owns per-row tensors of vocabulary size, [M, W], that are allocated when the first request asks for them: an engine that never
 sees a penalty holds no counts. Knows nothing of drafts beyond the tokens it is told to suppose. Called by the runner and by
@@ -24,10 +25,13 @@ class ControlTable:
         self._min_lengths = torch.zeros(self._num_rows, dtype=torch.int64, device=self._device)
         self._penalties = torch.zeros(3, self._num_rows, device=self._device)
         self._penalties[0] = 1
+        self._reasoning_ends = torch.full((self._num_rows,), -1, dtype=torch.int64, device=self._device)
+        self._reasoning_lasts = torch.zeros_like(self._min_lengths)
         self._bias: Tensor | None = None
         self._generated: Tensor | None = None
         self._in_prompt: Tensor | None = None
         self._controlled: set[int] = set()
+        self._bounded: set[int] = set()
 
     def admit(self, admit: Admit) -> None:
         """Takes over a row; nothing of its last owner remains."""
@@ -65,13 +69,25 @@ class ControlTable:
         stop_ids = self._rows.stop_ids[device_rows]
         is_early = (positions < self._min_lengths[device_rows])[:, None] & (stop_ids >= 0)
         held = torch.zeros(stop_ids.shape, device=out.device).masked_fill_(is_early, -torch.inf)
-        return out.scatter_add(1, stop_ids.clamp(min=0), held)
+        out = out.scatter_add(1, stop_ids.clamp(min=0), held)
+        return self._bound(out, device_rows, positions, supposed) if self._bounded else out
+
+    def _bound(self, logits: Tensor, device_rows: Tensor, positions: Tensor, supposed: Tensor) -> Tensor:
+        """Where reasoning has used up its budget, the token that ends it is the only one left. [T, W], as in `apply`."""
+        end = self._reasoning_ends[device_rows]
+        is_over = (end >= 0) & (positions >= self._reasoning_lasts[device_rows]) & ~(supposed == end[:, None]).any(1)
+        only = torch.full_like(logits, -torch.inf).scatter_(1, end.clamp(min=0)[:, None], 0)
+        return torch.where(is_over[:, None], only, logits)
 
     def record(self, device_rows: Tensor, sampled: Tensor, counts: Tensor) -> None:
-        """Counts what B requests emitted: the first `counts` [B] of `sampled` [B, R]."""
+        """Takes note of what B requests emitted: the first `counts` [B] of `sampled` [B, R]."""
+        is_emitted = torch.arange(sampled.shape[1], device=sampled.device) < counts[:, None]
+        if self._bounded:
+            end = self._reasoning_ends[device_rows]
+            has_ended = (is_emitted & (sampled == end[:, None])).any(1)
+            self._reasoning_ends[device_rows] = torch.where(has_ended, -1, end)
         if self._generated is None:
             return
-        is_emitted = torch.arange(sampled.shape[1], device=sampled.device) < counts[:, None]
         # Row by row through a flat index: a request may emit a token twice in one iteration.
         flat = device_rows[:, None] * self._vocab + sampled
         self._generated.view(-1).scatter_add_(0, flat.reshape(-1), is_emitted.to(torch.int32).reshape(-1))
@@ -79,6 +95,8 @@ class ControlTable:
     def _clear(self, row: int) -> None:
         self._controlled.discard(row)
         self._min_lengths[row] = 0
+        self._reasoning_ends[row] = -1
+        self._bounded.discard(row)
         self._penalties[:, row] = torch.tensor([1.0, 0.0, 0.0], device=self._device)
         for tensor in (self._bias, self._generated, self._in_prompt):
             if tensor is not None:
@@ -86,6 +104,10 @@ class ControlTable:
 
     def _write(self, row: int, controls: Controls) -> None:
         self._min_lengths[row] = controls.min_length
+        if controls.reasoning is not None:
+            self._bounded.add(row)
+            self._reasoning_ends[row] = controls.reasoning.end
+            self._reasoning_lasts[row] = controls.reasoning.last
         if controls.counts_tokens:
             self._write_counts(row, controls)
         if controls.bias or controls.allowed is not None:

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -118,7 +119,8 @@ def _source(grammar: Grammar) -> str:
 class Gate:
     """The grammar of one request and where it stands: behind exactly the tokens that were accepted.
 
-    Before `after` has been seen everything but an end id is allowed, and the matcher sees nothing of it.
+    Before `after` has been seen all ordinary tokens are allowed, and the matcher sees nothing of them. Of control tokens only
+    `after` is: neither can the answer end there, nor can a part of it begin.
     """
 
     def __init__(self, compiled: LLMatcher, vocabulary: Vocabulary, after: int | None) -> None:
@@ -169,12 +171,27 @@ class Gate:
     def _mask(self, is_open: bool) -> bytes:
         if not is_open and not self._is_lost and not self._matcher.is_error():
             return self._matcher.compute_bitmask()
-        # Reasoning is free but cannot end the answer; behind an error nothing but the end is left.
-        size = -(-len(self._vocabulary.tokens) // 8)
-        mask = bytearray(b"\xff" * size if is_open else bytes(size))
-        for token in self._vocabulary.end_ids:
-            mask[token // 8] = mask[token // 8] & ~(1 << token % 8) if is_open else mask[token // 8] | 1 << token % 8
+        return self._free if is_open else self._only_end
+
+    @cached_property
+    def _free(self) -> bytes:
+        """All tokens but end ids and control tokens other than `after`."""
+        mask = bytearray(b"\xff" * self._mask_size)
+        for token in (self._vocabulary.control_ids | set(self._vocabulary.end_ids)) - {self._after}:
+            mask[token // 8] &= ~(1 << token % 8)
         return bytes(mask)
+
+    @cached_property
+    def _only_end(self) -> bytes:
+        """Behind an error nothing but the end is left."""
+        mask = bytearray(self._mask_size)
+        for token in self._vocabulary.end_ids:
+            mask[token // 8] |= 1 << token % 8
+        return bytes(mask)
+
+    @property
+    def _mask_size(self) -> int:
+        return -(-len(self._vocabulary.tokens) // 8)
 
     def _rebuild(self) -> None:
         """Back to the accepted tokens by the long way, where the matcher cannot step back (a limit was hit on the way)."""

@@ -27,6 +27,9 @@ from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration, Verified
 from legato.types import ParameterError, SamplingParams, TokenLogprob
 
+_IDS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias", "grammar_after", "reasoning_end")
+"""Fields of sampling parameters that hold token ids."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -100,7 +103,9 @@ class Runner:
         Raises:
             ParameterError: an id is not in the vocabulary, or the grammar cannot be compiled; the message names the field.
         """
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias", "grammar_after"):
+        if params.reasoning_budget is not None and params.reasoning_end is None:
+            raise ParameterError("reasoning_budget", "needs reasoning_end, the id of the token that ends reasoning")
+        for name in _IDS:
             value = getattr(params, name)
             for token in [value] if isinstance(value, int) else value or ():
                 if token >= self.spec.vocab_size:

@@ -134,9 +134,11 @@ def test_random_walks_step_back_exactly(grammars: Grammars) -> None:
             plain.accept([token])
 
 
-def test_reasoning_is_free_but_cannot_end_the_answer(grammars: Grammars, think: int) -> None:
+def test_reasoning_is_free_but_holds_no_other_control_token(grammars: Grammars, think: int) -> None:
+    """Neither the end of the answer nor the start of a call, which would be outside the grammar."""
     gate = grammars.gate(Grammar("regex", "yes", think))
-    assert state(gate) == set(range(8192)) - set(grammars.vocabulary.end_ids)
+    assert state(gate) == set(range(8192)) - grammars.vocabulary.control_ids | {think}
+    assert set(grammars.vocabulary.end_ids) < grammars.vocabulary.control_ids
     gate.accept([5, 6, 7])
     assert gate.is_open
     gate.accept([8, think])

@@ -1,0 +1,156 @@
+"""A tool's JSON schema as a grammar of GLM's argument notation: strings as they are, everything else as JSON.
+
+Owns the translation of one schema into rules in llguidance's Lark notation. Knows nothing of tokens, of choices among tools, or
+of what has been generated. Called by `server.constraint`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from legato.server.arguments import MAX_DEPTH, UNKNOWN, Schema, resolve, types_of
+from legato.server.tool_call import END_KEY, END_VALUE, KEY, VALUE
+
+TERMINALS = (r"TEXT: /(?s:.+)/", r"KEY: /[^\r\n]{1,256}/")
+ANY_ARGUMENTS = f"({KEY} KEY {END_KEY} {VALUE} TEXT? {END_VALUE})*"
+"""Arguments of any name and value."""
+NO_ARGUMENTS = '""'
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as chat templates write it, and so as the model has seen it."""
+
+
+class SchemaError(ValueError):
+    """A schema of a text argument that has no grammar here. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRule:
+    """The grammar of one argument's value: `rule` is the right side, `terminals` what it needs besides `TERMINALS`."""
+
+    argument: str
+    name: str
+    rule: str
+    terminals: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsGrammar:
+    """All arguments of a tool: their `sequence` (the right side of a rule) and the rules of the values named in it."""
+
+    sequence: str
+    values: tuple[ValueRule, ...]
+
+
+def arguments_grammar(parameters: Schema, prefix: str) -> ArgumentsGrammar | None:
+    """The arguments in the order in which the schema lists them, required ones always; `None` where it does not list them.
+
+    Without a schema, or with an empty list of properties, there are no arguments. Names of rules start with `prefix`.
+
+    Raises:
+        SchemaError: the values of an argument cannot be put into a grammar.
+    """
+    schema = parameters
+    if "$ref" in schema:
+        target = resolve(schema["$ref"], parameters)
+        schema = cast(Schema, target) if isinstance(target, Mapping) else {}
+    if not schema:
+        return ArgumentsGrammar(NO_ARGUMENTS, ())
+    properties: Any = schema.get("properties")
+    if not isinstance(properties, Mapping) or (not properties and schema.get("additionalProperties")):
+        return None
+    required: Any = schema.get("required")
+    needed = set(cast(list[Any], required)) if isinstance(required, list) else set[Any]()
+    values: list[ValueRule] = []
+    sequence: list[str] = []
+    for number, (argument, inner) in enumerate(cast(Schema, properties).items()):
+        translation = _Translation(parameters, f"{prefix}_{number}")
+        values.append(translation.value(argument, inner))
+        pair = f"{KEY} {json.dumps(argument)} {END_KEY} {VALUE} {prefix}_{number} {END_VALUE}"
+        sequence.append(pair if argument in needed else f"({pair})?")
+    return ArgumentsGrammar(" ".join(sequence) or NO_ARGUMENTS, tuple(values))
+
+
+def json_rule(schema: Schema, root: Schema | None = None) -> str:
+    """JSON text of a schema, spaced in one way. Definitions that `schema` refers to are taken from `root`."""
+    text = json.dumps(schema)
+    definitions = {}
+    if root is not None and '"$ref"' in text:
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return f"%json {json.dumps({**definitions, **schema, 'x-guidance': _SPACING})}"
+
+
+class _Translation:
+    """One argument's schema on its way into a rule."""
+
+    def __init__(self, root: Schema, prefix: str) -> None:
+        self._root, self._prefix = root, prefix
+        self._terminals: list[str] = []
+
+    def value(self, argument: str, schema: Any) -> ValueRule:
+        alternatives = list(dict.fromkeys(self._alternatives(schema, 0)))
+        rule = "TEXT?" if "TEXT?" in alternatives else " | ".join(alternatives)
+        return ValueRule(argument, self._prefix, rule, tuple(self._terminals))
+
+    def _alternatives(self, schema: Any, depth: int) -> Iterator[str]:
+        if depth > MAX_DEPTH:
+            raise SchemaError("its references go round in a circle")
+        types = types_of(schema, self._root)
+        if types == UNKNOWN or not isinstance(schema, Mapping):
+            yield "TEXT?"
+            return
+        schema = cast(Schema, schema)
+        if "string" not in types:
+            yield json_rule(schema, self._root)
+        elif "$ref" in schema:
+            yield from self._alternatives(resolve(schema["$ref"], self._root), depth + 1)
+        elif "const" in schema or isinstance(schema.get("enum"), list):
+            values = [schema["const"]] if "const" in schema else cast(list[Any], schema["enum"])
+            yield from (json.dumps(value if isinstance(value, str) else json.dumps(value)) for value in values)
+        elif "allOf" in schema:
+            yield from self._alternatives(_merged(schema), depth + 1)
+        elif branches := [key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]:
+            for branch in cast(list[Any], schema[branches[0]]):
+                yield from self._alternatives(branch, depth + 1)
+        else:
+            yield self._text(schema)
+            if others := sorted(types - {"string"}):
+                yield json_rule({**schema, "type": others}, self._root)
+
+    def _text(self, schema: Schema) -> str:
+        """Text as it is, within the bounds that the schema sets."""
+        parts: list[str] = []
+        if "minLength" in schema or "maxLength" in schema:
+            parts.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
+        if "pattern" in schema:
+            parts.append(f"/{_whole(str(schema['pattern']))}/")
+        if not parts:
+            return "TEXT?"
+        name = f"{self._prefix.upper()}_{len(self._terminals)}"
+        self._terminals.append(f"{name}: {' & '.join(parts)}")
+        return name
+
+
+def _merged(schema: Schema) -> Schema:
+    """`allOf` as one schema, where the parts say nothing about the same thing."""
+    merged = {key: value for key, value in schema.items() if key != "allOf"}
+    for part in cast(Sequence[Any], schema["allOf"]):
+        for key, value in cast(Schema, part).items() if isinstance(part, Mapping) else ():
+            if merged.setdefault(key, value) != value:
+                raise SchemaError(f"the parts of its allOf disagree about {key}")
+    return merged
+
+
+def _whole(pattern: str) -> str:
+    """A JSON schema pattern, which may match anywhere, as one that the whole text must match; ready to stand between slashes."""
+    if re.search(r"(?<!\\)\|", pattern) and pattern[:1] + pattern[-1:] != "^$":
+        pattern = f"(?:{pattern})"
+    elif pattern.startswith("^") and "|" in pattern:
+        pattern = f"^(?:{pattern[1:-1]})$"
+    start = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if re.search(r"(?<!\\)\$$", pattern) else "(?s:.*)"
+    body = pattern[0 if start else 1 : None if end else -1]
+    return re.sub(r"(?<!\\)/", r"\\/", f"{start}{body}{end}").replace("\n", "\\n")

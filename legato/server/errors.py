@@ -18,7 +18,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from legato.server.chat import ChatError
-from legato.server.client import EngineFailed, RequestRefused
+from legato.server.client import CommandFailed, EngineFailed, RequestRefused
 from legato.server.validation import first_problem
 from legato.types import ParameterError
 
@@ -156,6 +156,8 @@ def api_error(error: BaseException) -> ApiError:
         case EngineFailed():
             LOG.error("the engine failed: %s", error)
             return ApiError(503, "the engine has failed; the server's log says why")
+        case CommandFailed():
+            return ApiError(409, str(error))
         case HTTPException():
             return ApiError(error.status_code, _plain(error), headers=error.headers)
         case _:
@@ -186,7 +188,7 @@ def draining() -> ApiError:
 def _plain(error: HTTPException) -> str:
     """The text of a routing error, in our words."""
     if error.status_code == 404:
-        return "there is no such route; /docs lists the routes"
+        return "there is no such route; /openapi.json lists them"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         return f"the route does not take this method{f'; it takes {allowed}' if allowed else ''}"

@@ -237,6 +237,10 @@ class Generation:
         `index`: of the job's first choice."""
         return self._choices[index].prompt_logprobs
 
+    def cached_tokens(self, index: int = 0) -> int:
+        """Tokens of a choice's prompt that were found in the prefix cache."""
+        return self._choices[index].cached_tokens
+
     def message(self, index: int = 0) -> AnswerMessage:
         """What one choice has said so far."""
         return self._choices[index].reader.message

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,3 +132,11 @@ class Service:
     async def beside(self, work: Callable[[], T], num_characters: int) -> T:
         """Runs `work` on a text of so many characters: in a thread where that could hold up other requests' tokens."""
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
+
+
+def legato_version() -> str:
+    """The version of the installed package; of a bare source tree there is none to tell."""
+    try:
+        return importlib.metadata.version("legato")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"

@@ -1,0 +1,104 @@
+"""The HTTP application: all routes, what stands before them, how faults are told, and the OpenAPI document.
+
+Owns how the parts are put together, and nothing that they do. Called by `server.run`, which owns sockets, signals and the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from legato.server import admin, native, openai_chat, openai_completions, openai_models
+from legato.server.chat import ChatError
+from legato.server.client import CommandFailed, EngineClient, EngineFailed, RequestRefused
+from legato.server.errors import ApiError, api_error, response_to
+from legato.server.guard import Guard
+from legato.server.metrics import Metrics
+from legato.server.service import ModelText, Service, legato_version
+from legato.server.settings import ServerSettings
+from legato.server.sse import ClientGone
+from legato.types import ParameterError
+
+DESCRIPTION = (
+    "Serves GLM with the OpenAI and Anthropic APIs. Every field of a request is honoured exactly or refused by name; `null` is "
+    "the same as leaving it out. Errors have one form, `{error: {message, type, param, code}}` (under /v1/messages Anthropic's)."
+)
+EXPECTED = (ApiError, RequestRefused, ParameterError, ChatError, EngineFailed, CommandFailed, HTTPException)
+CLIENT_GONE = 499
+
+
+def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, metrics: Metrics) -> FastAPI:
+    """The application around a running engine, which it neither starts nor closes."""
+    service = Service.of(engine, text, settings, metrics)
+    app = FastAPI(title="Legato", version=legato_version(), docs_url=None, redoc_url=None)
+    for part in (openai_chat, openai_completions, openai_models, native, admin):
+        app.include_router(part.router(service))
+    if settings.access.admin_routes:
+        app.include_router(admin.operations(service))
+    _add_handlers(app, service)
+    app.add_middleware(Guard, access=settings.access, limits=settings.limits, refused=metrics.refused)
+    if settings.access.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.access.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.openapi = lambda: _document(app, settings)
+    return app
+
+
+def _add_handlers(app: FastAPI, service: Service) -> None:
+    def tell(request: Request, error: Exception) -> Response:
+        told = api_error(error)
+        kind = _refusal(told.status)
+        if kind is not None and not isinstance(error, RequestRefused):
+            service.metrics.refused(kind)
+        return response_to(told, request.url.path, getattr(request.state, "request_id", None))
+
+    def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    for kind in (*EXPECTED, RequestValidationError):
+        app.add_exception_handler(kind, tell)
+    app.add_exception_handler(ClientGone, gone)
+
+
+def _refusal(status: int) -> str | None:
+    """What a refusal counts as; the guard and the engine's client count theirs themselves."""
+    if status in (413, 401):
+        return None
+    return "invalid" if 400 <= status < 500 else None
+
+
+def _document(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
+    """The OpenAPI document. FastAPI adds an error form to every route that is not ours, and knows nothing of the keys."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
+        for path, operation in _operations(document):
+            operation["responses"].pop("422", None)
+            if settings.access.api_keys and path not in ("/", "/health", "/ready", "/readyz", "/v1/health", "/ping"):
+                operation["security"] = [{"bearer": []}, {"key": []}]
+        components = document.get("components", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            components.get("schemas", {}).pop(name, None)
+        if settings.access.api_keys:
+            components["securitySchemes"] = {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in cast(dict[str, dict[str, Any]], document["paths"]).items():
+        for operation in methods.values():
+            yield path, operation

@@ -70,6 +70,8 @@ class Metrics:
         num_drafts: K; how many draft positions are counted.
         cache_tokens: capacity of the cache over all requests.
         clock: seconds of a monotonic clock.
+
+    `startup` (seconds by phase: "load", "total") and `about` (a line for people) are filled in when the engine is ready.
     """
 
     CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -96,6 +98,7 @@ class Metrics:
         self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = self.reasoning_tokens = 0
         self.startup: dict[str, float] = {}
+        self.about = ""
         self.ttft = Histogram(LATENCY_BOUNDS)
         self.inter_token = Histogram(TOKEN_TIME_BOUNDS)
         self.time_per_output_token = Histogram(TOKEN_TIME_BOUNDS)
@@ -158,6 +161,7 @@ class Metrics:
         report = self.report
         return {
             "model": self.model,
+            "about": self.about,
             "uptime_s": round(now - self.started_at, 1),
             "num_drafts": self.num_drafts,
             "tokens_per_second": recent.tokens_per_second,

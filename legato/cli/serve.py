@@ -1,0 +1,115 @@
+"""`legato serve`: loading with progress, one line when it is ready, and an exit code that says how it ended.
+
+Owns what the terminal shows. Exit codes: 0 after a signal, 1 when the engine failed, 2 for what the user can put right. Called by
+`legato.__main__` with what `cli.serve_checks` has checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from legato.cli import logs
+from legato.cli.faults import EXIT_CODE, FAULTS
+from legato.cli.serve_checks import Prepared
+from legato.engine.messages import Loading
+from legato.server.client import EngineFailed
+from legato.server.run import Ready, serve
+
+log = logging.getLogger("legato.serve")
+
+ENGINE_FAILED = 1
+QUIET_S = 5.0
+"""Where there is no terminal, loading is said again after so many seconds."""
+
+
+class LoadingDisplay:
+    """Progress of loading: a bar in a terminal; elsewhere a line for each stage, and one every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[size]}"),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task: TaskID | None = None
+        self._stage = ""
+        self._said_at = 0.0
+
+    def show(self, step: Loading) -> None:
+        """One step of loading."""
+        size = f"{step.done / 1e9:.1f} of {step.total / 1e9:.1f} GB" if step.total else ""
+        if self._bar is not None:
+            if self._task is None:
+                self._bar.start()
+                self._task = self._bar.add_task(step.stage, total=None, size="")
+            self._bar.update(
+                self._task, description=step.stage, completed=step.done, total=step.total or None, size=size
+            )
+        elif step.stage != self._stage or time.monotonic() - self._said_at > QUIET_S:
+            log.info("loading: %s%s", step.stage, f", {size}" if size else "")
+            self._said_at = time.monotonic()
+        self._stage = step.stage
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def run(prepared: Prepared) -> None:
+    """Serves until it is told to stop. Exits with a code other than 0 where it ends otherwise."""
+    keys = dict.fromkeys(prepared.settings.access.api_keys, "***")
+    logs.configure(prepared.logs, {**keys, **_paths(prepared)})
+    display = LoadingDisplay(Console(stderr=True))
+
+    def ready(what: Ready) -> None:
+        display.close()
+        announce(what)
+
+    try:
+        asyncio.run(
+            serve(
+                prepared.config,
+                prepared.settings,
+                prepared.sock,
+                access_log=prepared.logs.access,
+                on_progress=display.show,
+                on_ready=ready,
+            )
+        )
+    except EngineFailed as error:
+        display.close()
+        is_users = error.error in {fault.__name__ for fault in FAULTS}
+        print(f"legato: {'' if is_users else 'the engine failed: '}{error}", file=sys.stderr)
+        sys.exit(EXIT_CODE if is_users else ENGINE_FAILED)
+    finally:
+        display.close()
+
+
+def announce(what: Ready) -> None:
+    """The line that says that requests are served now."""
+    info = what.info
+    drafts = f"{info.num_drafts} drafts" if info.num_drafts else "no drafts"
+    print(
+        f"legato is ready after {what.seconds:.1f} s: {what.names[0]} on {info.device}, context {info.context}, "
+        f"cache {info.cache_tokens} tokens ({info.latent}), {drafts}, {what.url}",
+        flush=True,
+    )
+
+
+def _paths(prepared: Prepared) -> dict[str, str]:
+    """Paths that may turn up in messages, and the names that stand in their place."""
+    paths = {str(Path.home()): "~"}
+    if prepared.config.model is not None and Path(prepared.config.model).is_absolute():
+        paths[prepared.config.model.rstrip("/")] = Path(prepared.config.model).name
+    return paths

@@ -1,0 +1,181 @@
+"""From settings to a running server and its end: the socket first, then the engine, then HTTP, and all of it back again.
+
+Owns the order of start and stop, the signals and the port. Knows the engine by its client only. Called by `legato serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from legato.config import Config
+from legato.engine.messages import EngineInfo, Loading
+from legato.server.access_log import AccessLog
+from legato.server.app import create_app
+from legato.server.client import EngineClient, EngineFailed
+from legato.server.doorway import Doorway
+from legato.server.listening import address_of
+from legato.server.metrics import Metrics
+from legato.server.protocol import protocol
+from legato.server.service import ModelText
+from legato.server.settings import SamplingDefaults, ServerSettings
+from legato.server.text import Folder
+
+log = logging.getLogger("legato.server")
+
+T = TypeVar("T")
+
+LINGER_S = 3
+"""Seconds that open connections get to close once nothing runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What is served now, and where; `seconds` from the start of `serve`."""
+
+    info: EngineInfo
+    names: tuple[str, ...]
+    url: str
+    seconds: float
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: `serve` below decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone."""
+        yield
+
+
+async def serve(
+    config: Config,
+    settings: ServerSettings,
+    sock: socket.socket,
+    *,
+    access_log: bool,
+    on_progress: Callable[[Loading], None],
+    on_ready: Callable[[Ready], None],
+) -> None:
+    """Loads, serves until SIGTERM or SIGINT, lets running requests finish, and ends. A second signal ends at once.
+
+    Raises:
+        EngineFailed: the engine could not start, or failed while it served.
+        TokenizerError, ChatError, SettingsError: the checkpoint's text files cannot be used.
+    """
+    started = time.monotonic()
+    doorway = Doorway()
+    http = HttpServer(
+        uvicorn.Config(
+            AccessLog(doorway) if access_log else doorway,
+            http=protocol(settings.limits.max_header_bytes),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LINGER_S,
+            ssl_certfile=settings.listen.certfile,
+            ssl_keyfile=settings.listen.keyfile,
+        )
+    )
+
+    def loading(step: Loading) -> None:
+        doorway.loading = step
+        on_progress(step)
+
+    with _signals() as stop:
+        async with _running(http, sock):
+            client = await _unless(stop.first, EngineClient.start(config, on_progress=loading))
+            if client is None:
+                return
+            try:
+                files = Folder(Path(client.info.folder))
+                settings = replace(settings, defaults=SamplingDefaults.of_checkpoint(files.text))
+                text = await asyncio.to_thread(ModelText.open, files)
+                names = settings.model_names or (client.info.model,)
+                metrics = Metrics(
+                    names[0],
+                    settings.metrics_compat,
+                    num_drafts=client.info.num_drafts,
+                    cache_tokens=client.info.cache_tokens,
+                )
+                metrics.watch(lambda: client.last_report)
+                app = create_app(client, text, settings, metrics)
+                async with app.router.lifespan_context(app):
+                    doorway.application = app
+                    seconds = time.monotonic() - started
+                    metrics.startup = {"load": client.info.load_seconds, "total": seconds}
+                    on_ready(Ready(client.info, names, address_of(settings.listen, sock), seconds))
+                    await _until_end(client, stop, settings.drain_s)
+            finally:
+                await client.close()
+
+
+async def _until_end(client: EngineClient, stop: Stop, drain_s: float) -> None:
+    """Returns once a signal came and running requests have finished; raises `EngineFailed` when the engine fails before."""
+    if await _unless(stop.first, client.failed.wait()):
+        raise EngineFailed(client.failure or "the engine failed")
+    log.info("stopping: running requests get %g s to finish", drain_s)
+    ended = await _unless(stop.again, client.drain(drain_s))
+    if ended:
+        log.warning("%d requests were cut short: %g s were not enough for them", ended, drain_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The wish to end: `first` is set by one signal, `again` by another."""
+
+    first: asyncio.Event
+    again: asyncio.Event
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Stop]:
+    """Catches SIGINT and SIGTERM while it is open."""
+    loop = asyncio.get_running_loop()
+    stop = Stop(asyncio.Event(), asyncio.Event())
+
+    def received() -> None:
+        (stop.again if stop.first.is_set() else stop.first).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, received)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.asynccontextmanager
+async def _running(http: HttpServer, sock: socket.socket) -> AsyncIterator[None]:
+    """HTTP is served while it is open; connections get a moment to close at the end."""
+    serving = asyncio.create_task(http.serve(sockets=[sock]))
+    try:
+        yield
+    finally:
+        http.should_exit = True
+        await serving
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns, or `None`, and `work` cancelled, where `event` is set before."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)

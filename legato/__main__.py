@@ -208,6 +208,78 @@ def bench_ops(
         raise typer.Exit(1)
 
 
+@bench_app.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")],
+    prompts: Annotated[
+        str, typer.Option(help="held-out (code), synthetic, agents, random, or a file: lines, or JSON lines.")
+    ] = "held-out",
+    sessions: Annotated[int, typer.Option("--sessions", "-n", help="How many conversations are begun.")] = 32,
+    concurrency: Annotated[int, typer.Option(help="Closed loop: so many users, each waiting for the reply.")] = 1,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: sessions per second, whether or not the server keeps up.", show_default=False),
+    ] = None,
+    spacing: Annotated[Literal["poisson", "fixed"], typer.Option(help="Of an open loop's arrivals.")] = "poisson",
+    input_tokens: Annotated[
+        int | None, typer.Option(help="About so long a prompt (4 characters a token).", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="By default the server's own.", show_default=False)
+    ] = None,
+    entropy: Annotated[float, typer.Option(help="Bits per word of synthetic prompts.")] = 8.0,
+    turns: Annotated[int, typer.Option(help="Turns of each agent session.")] = 10,
+    think: Annotated[float, typer.Option(help="Seconds between a reply and the next turn.")] = 0.0,
+    goodput: Annotated[
+        str | None, typer.Option(help="What counts as good, e.g. ttft=500ms,tpot=20ms.", show_default=False)
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Sessions run before, one at a time, not counted.")] = 1,
+    api: Annotated[Literal["chat", "completions"], typer.Option(help="Which endpoint.")] = "chat",
+    model: Annotated[
+        str, typer.Option(help="Name in the requests; by default the first that is served.", show_default=False)
+    ] = "",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
+    ] = None,
+    extra: Annotated[
+        str, typer.Option(help="Further fields of each request, as a JSON object, e.g. {\"ignore_eos\": true}.")
+    ] = "{}",
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    random_with_speculation: Annotated[
+        bool, typer.Option("--random-with-speculation", help="Measure random words although the server drafts.")
+    ] = False,
+    json: Annotated[Path, typer.Option(help="JSON lines are appended here.")] = Path("bench-serve.jsonl"),
+) -> None:
+    """Measures a running server: latencies as users feel them, throughput, accept length.
+
+    Exit code 1 if a request failed.
+    """
+    from legato.bench.load.arrivals import ClosedLoop, OpenLoop
+    from legato.bench.load.endpoint import Endpoint, extra_fields
+    from legato.bench.load.prompts import Source
+    from legato.bench.load.run import Load
+    from legato.bench.load.statistics import Limits
+    from legato.cli.load import bench_serve as run
+
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    endpoint = Endpoint(url, model, api, headers, max_tokens, temperature, extra=extra_fields(extra))
+    load = Load(
+        Source(prompts, input_tokens, entropy, turns, seed),
+        sessions,
+        ClosedLoop(concurrency) if rate is None else OpenLoop(rate, spacing),
+        warmup,
+        think,
+        None if goodput is None else Limits.parse(goodput),
+        timeout,
+        random_with_speculation,
+        seed,
+    )
+    if not run(endpoint, load, json):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Runs the command line; the user's faults end in one message and exit code 2, never in a traceback."""
     try:

@@ -101,7 +101,7 @@ def announce(what: Ready) -> None:
     info = what.info
     drafts = f"{info.num_drafts} drafts" if info.num_drafts else "no drafts"
     print(
-        f"legato is ready after {what.seconds:.1f} s: {what.names[0]} on {info.device}, context {info.context}, "
+        f"legato is ready after {what.seconds:.1f} s: {what.name} on {info.device}, context {info.context}, "
         f"cache {info.cache_tokens} tokens ({info.latent}), {drafts}, {what.url}",
         flush=True,
     )

@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ class Ready:
     """What is served now, and where; `seconds` from the start of `serve`."""
 
     info: EngineInfo
-    names: tuple[str, ...]
+    name: str
     url: str
     seconds: float
 
@@ -53,7 +53,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: `serve` below decides what a signal means."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         """Leaves signals alone."""
         yield
 
@@ -103,23 +103,26 @@ async def serve(
                 files = Folder(Path(client.info.folder))
                 settings = replace(settings, defaults=SamplingDefaults.of_checkpoint(files.text))
                 text = await asyncio.to_thread(ModelText.open, files)
-                names = settings.model_names or (client.info.model,)
-                metrics = Metrics(
-                    names[0],
-                    settings.metrics_compat,
-                    num_drafts=client.info.num_drafts,
-                    cache_tokens=client.info.cache_tokens,
-                )
-                metrics.watch(lambda: client.last_report)
+                metrics = _metrics(client, settings)
                 app = create_app(client, text, settings, metrics)
                 async with app.router.lifespan_context(app):
                     doorway.application = app
                     seconds = time.monotonic() - started
                     metrics.startup = {"load": client.info.load_seconds, "total": seconds}
-                    on_ready(Ready(client.info, names, address_of(settings.listen, sock), seconds))
+                    on_ready(Ready(client.info, metrics.model, address_of(settings.listen, sock), seconds))
                     await _until_end(client, stop, settings.drain_s)
             finally:
                 await client.close()
+
+
+def _metrics(client: EngineClient, settings: ServerSettings) -> Metrics:
+    """The counters of this server, with the engine's gauges."""
+    info = client.info
+    name = settings.model_names[0] if settings.model_names else info.model
+    metrics = Metrics(name, settings.metrics_compat, num_drafts=info.num_drafts, cache_tokens=info.cache_tokens)
+    metrics.watch(lambda: client.last_report)
+    metrics.about = f"{info.device}, context {info.context}, cache {info.cache_tokens} tokens ({info.latent}), {info.num_drafts} drafts"
+    return metrics
 
 
 async def _until_end(client: EngineClient, stop: Stop, drain_s: float) -> None:
@@ -141,7 +144,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[Stop]:
+def _signals() -> Generator[Stop]:
     """Catches SIGINT and SIGTERM while it is open."""
     loop = asyncio.get_running_loop()
     stop = Stop(asyncio.Event(), asyncio.Event())
@@ -159,7 +162,7 @@ def _signals() -> Iterator[Stop]:
 
 
 @contextlib.asynccontextmanager
-async def _running(http: HttpServer, sock: socket.socket) -> AsyncIterator[None]:
+async def _running(http: HttpServer, sock: socket.socket) -> AsyncGenerator[None]:
     """HTTP is served while it is open; connections get a moment to close at the end."""
     serving = asyncio.create_task(http.serve(sockets=[sock]))
     try:

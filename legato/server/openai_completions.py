@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Request, Response
@@ -234,10 +234,8 @@ class _Waiting:
     arrays: CompletionArrays
     text: str = ""
     has_begun: bool = False
-
-    def __post_init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[TokenLogprob | None] = []
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob | None] = field(default_factory=list["TokenLogprob | None"])
 
 
 class _Chunks:

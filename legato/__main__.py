@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 import typer
 
 import legato
-from legato.cli import options
+from legato.cli import options, serve_flags
+from legato.cli.serve_command import ServeCommand
 from legato.types import SamplingParams
 
 app = typer.Typer(
@@ -38,6 +39,18 @@ def root(
     ] = False,
 ) -> None:
     """A serving engine for GLM-5.2, built for the lowest latency one node can give."""
+
+
+def _serve(flags: serve_flags.ServeFlags) -> None:
+    from legato.cli.serve_checks import prepare
+
+    prepared = prepare(flags)
+    from legato.cli.serve import run
+
+    run(prepared)
+
+
+app.command("serve", cls=ServeCommand)(serve_flags.command(_serve, serve_flags.HELP))
 
 
 @app.command()
@@ -243,7 +256,7 @@ def bench_serve(
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
     ] = None,
     extra: Annotated[
-        str, typer.Option(help="Further fields of each request, as a JSON object, e.g. {\"ignore_eos\": true}.")
+        str, typer.Option(help='Further fields of each request, as a JSON object, e.g. {"ignore_eos": true}.')
     ] = "{}",
     timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,

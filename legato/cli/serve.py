@@ -46,19 +46,18 @@ class LoadingDisplay:
         self._said_at = 0.0
 
     def show(self, step: Loading) -> None:
-        """One step of loading."""
-        size = f"{step.done / 1e9:.1f} of {step.total / 1e9:.1f} GB" if step.total else ""
+        """One step of loading. A step that counts bytes names the tensor it reads, which is of no interest to anyone."""
+        stage = "weights" if step.total else step.stage
+        done = size_of(step.done, step.total) if step.total else ""
         if self._bar is not None:
             if self._task is None:
                 self._bar.start()
-                self._task = self._bar.add_task(step.stage, total=None, size="")
-            self._bar.update(
-                self._task, description=step.stage, completed=step.done, total=step.total or None, size=size
-            )
-        elif step.stage != self._stage or time.monotonic() - self._said_at > QUIET_S:
-            log.info("loading: %s%s", step.stage, f", {size}" if size else "")
+                self._task = self._bar.add_task(stage, total=None, size="")
+            self._bar.update(self._task, description=stage, completed=step.done, total=step.total or None, size=done)
+        elif stage != self._stage or time.monotonic() - self._said_at > QUIET_S:
+            log.info("loading: %s%s", stage, f", {done}" if done else "")
             self._said_at = time.monotonic()
-        self._stage = step.stage
+        self._stage = stage
 
     def close(self) -> None:
         """Takes the bar away."""
@@ -94,6 +93,12 @@ def run(prepared: Prepared) -> None:
         sys.exit(EXIT_CODE if is_users else ENGINE_FAILED)
     finally:
         display.close()
+
+
+def size_of(done: int, total: int) -> str:
+    """`3.1 of 4.5 GB`, in the unit that suits the whole."""
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{done / unit:.1f} of {total / unit:.1f} {name}"
 
 
 def announce(what: Ready) -> None:

@@ -29,6 +29,12 @@ from legato.server.settings import (
 
 SERVER, ACCESS, REPLIES, LOGS = "Server options", "Access options", "Reply options", "Log options"
 
+HELP = """Serves the OpenAI and Anthropic APIs, with a page at /.
+
+Flags of SGLang and vLLM (--tp-size, --max-model-len, --speculative-config, ...) are understood, or refused with the reason.
+Flags, port and the checkpoint's small files are checked before anything loads. SIGTERM lets running requests finish.
+"""
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

@@ -121,7 +121,8 @@ def _metrics(client: EngineClient, settings: ServerSettings) -> Metrics:
     name = settings.model_names[0] if settings.model_names else info.model
     metrics = Metrics(name, settings.metrics_compat, num_drafts=info.num_drafts, cache_tokens=info.cache_tokens)
     metrics.watch(lambda: client.last_report)
-    metrics.about = f"{info.device}, context {info.context}, cache {info.cache_tokens} tokens ({info.latent}), {info.num_drafts} drafts"
+    cache = f"cache {info.cache_tokens} tokens ({info.latent})"
+    metrics.about = f"{info.device}, context {info.context}, {cache}, {info.num_drafts} drafts"
     return metrics
 
 

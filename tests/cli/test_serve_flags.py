@@ -46,7 +46,8 @@ def parsed(*words: str) -> ServeFlags:
 def refused(*words: str) -> str:
     with pytest.raises(FAULTS) as caught:
         flags = parsed(*words)
-        flags.engine(), flags.server()
+        flags.engine()
+        flags.server()
     return str(caught.value)
 
 

@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from legato.server import admin, native, openai_chat, openai_completions, openai_models
+from legato.server import admin, native, openai_chat, openai_completions, openai_models, page
 from legato.server.chat import ChatError
 from legato.server.client import CommandFailed, EngineClient, EngineFailed, RequestRefused
 from legato.server.errors import ApiError, api_error, response_to
@@ -41,6 +41,7 @@ def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, 
         app.include_router(part.router(service))
     if settings.access.admin_routes:
         app.include_router(admin.operations(service))
+    app.include_router(page.router(metrics))
     _add_handlers(app, service)
     app.add_middleware(Guard, access=settings.access, limits=settings.limits, refused=metrics.refused)
     if settings.access.cors_origins:

@@ -1,35 +1,32 @@
 """Messages to a prompt: the checkpoint's own chat template, rendered so that only the template writes control tokens.
 
-Owns the sandboxed template environment, the checks on messages and template arguments, and the guarding of user text. Knows
-nothing of HTTP or the engine. `LLM.chat` and the command line call it.
+Owns the sandboxed template environment, the checks on template arguments, reasoning effort, and the guarding of user text. Knows
+nothing of HTTP or the engine. `LLM.chat`, the command line and the HTTP dialects call it.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
+from legato.server.messages import ChatError, Message, normal_messages
 from legato.server.text import GUARD, TextFiles, Tokenizer, json_object
 
-Message = Mapping[str, Any]
-
-ROLES = ("system", "user", "assistant", "tool")
-SAME_ROLE = {"developer": "system", "function": "tool"}
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception"})
 SWITCHES = ("enable_thinking", "clear_thinking")
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""Levels of reasoning effort that clients know, least first; besides them `none` is no reasoning at all."""
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
-
-
-class ChatError(ValueError):
-    """Messages or template arguments that cannot be rendered. The message says which and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,8 @@ class ChatTemplate:
         """Renders a conversation up to the point where the assistant speaks.
 
         Args:
-            messages: OpenAI-style messages: `role`, `content` (a string or text parts), `reasoning_content`, `tool_calls`.
+            messages: OpenAI-style messages: `role`, `content` (a string or text parts), `reasoning_content`, `tool_calls`; or
+                with Anthropic's content parts (see `normal_messages`).
             tools: OpenAI-style tool definitions.
             arguments: what the template reads, such as `enable_thinking=False` or `reasoning_effort="high"`.
 
@@ -106,7 +104,7 @@ class ChatTemplate:
         if not messages:
             raise ChatError("messages: at least one message is needed")
         values = {
-            "messages": [self._guarded(_normal(message, number)) for number, message in enumerate(messages)],
+            "messages": [self._guarded(message) for message in normal_messages(messages)],
             "tools": [self._guarded(tool) for tool in tools] if tools else None,
             **{name: self._guarded(value) for name, value in arguments.items()},
         }
@@ -117,10 +115,50 @@ class ChatTemplate:
         ids = self._tokenizer.encode_template(text)
         return ChatPrompt(text.replace(GUARD, ""), tuple(ids), self._ends_in_reasoning(ids))
 
+    @property
+    def can_skip_reasoning(self) -> bool:
+        """Whether the template has a switch for reasoning (GLM-5.3's has none)."""
+        return "enable_thinking" in self.arguments
+
+    @cached_property
+    def efforts(self) -> tuple[str, ...]:
+        """The levels of `reasoning_effort` that the template makes a difference for: those that it writes into the prompt.
+
+        GLM-5.2 knows high and max, and takes every other word for max; GLM-5.3 knows low, high and max.
+        """
+        if "reasoning_effort" not in self.arguments:
+            return ()
+        return tuple(level for level in EFFORTS if self._writes_effort(level))
+
+    def effort(self, level: str) -> dict[str, Any]:
+        """The template arguments for a client's reasoning effort: the lowest level that the template knows and that is not below
+        `level`, or its highest; for `none`, no reasoning.
+
+        Raises:
+            ChatError: there is no such level, or the template has no switch for what is asked.
+        """
+        if level == "none" and self.can_skip_reasoning:
+            return {"enable_thinking": False}
+        known = ", ".join((*(["none"] if self.can_skip_reasoning else []), *self.efforts)) or "no reasoning effort"
+        if level not in EFFORTS:
+            raise ChatError(f"reasoning_effort: cannot be {level!r:.80}; this model's chat template knows {known}")
+        if not self.efforts:
+            raise ChatError(f"reasoning_effort: this model's chat template knows {known}, got {level!r}")
+        enough = [name for name in self.efforts if EFFORTS.index(name) >= EFFORTS.index(level)]
+        return {"reasoning_effort": (enough or self.efforts[-1:])[0]}
+
+    def _writes_effort(self, level: str) -> bool:
+        """Whether the template, given a level, writes that one."""
+        text = self.render([{"role": "user", "content": ""}], reasoning_effort=level).text
+        written = re.search(r"Reasoning Effort: *(\w+)", text, re.IGNORECASE)
+        return written is not None and written[1].lower() == level
+
     def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
         for name, value in arguments.items():
             if name not in self.arguments:
-                near = sorted(difflib.get_close_matches(name, self.arguments, n=2, cutoff=0.5))
+                # A switch of other GLM templates is no slip of the pen.
+                wanted = () if name in SWITCHES else self.arguments
+                near = sorted(difflib.get_close_matches(name, wanted, n=2, cutoff=0.5))
                 known = ", ".join(sorted(self.arguments)) or "none"
                 hint = f"; did you mean {' or '.join(near)}?" if near else f"; it reads {known}"
                 raise ChatError(f"{name}: the chat template reads no such argument{hint}")
@@ -144,67 +182,6 @@ class ChatTemplate:
             if text is not None:
                 return text == "<think>"
         return False
-
-
-def _normal(message: Message, number: int) -> dict[str, Any]:
-    """A message in the one form that templates see: known role, content as one string, reasoning apart, arguments as objects.
-
-    `<think>` in assistant content is taken apart here, since guarded text no longer shows it to the template.
-    """
-    where = f"messages[{number}]"
-    if not isinstance(message, Mapping):
-        raise ChatError(f"{where}: must be an object with role and content, got {type(message).__name__}")
-    normal = dict(message)
-    role: Any = normal.get("role")
-    role = normal["role"] = SAME_ROLE.get(role, role) if isinstance(role, str) else None
-    if role not in ROLES:
-        raise ChatError(f"{where}.role: must be one of {', '.join(ROLES)}, got {role!r}")
-    content = normal["content"] = _content(normal.get("content"), where)
-    if role != "assistant":
-        return normal
-    if "reasoning" in normal:
-        normal.setdefault("reasoning_content", normal.pop("reasoning"))
-    if not isinstance(normal.get("reasoning_content"), str) and "</think>" in content:
-        before, _, after = content.rpartition("</think>")
-        normal["reasoning_content"] = before.split("</think>")[0].split("<think>")[-1].strip("\n")
-        normal["content"] = after.lstrip("\n")
-    if normal.get("tool_calls"):
-        normal["tool_calls"] = [_tool_call(call, where) for call in normal["tool_calls"]]
-    return normal
-
-
-def _content(content: Any, where: str) -> str:
-    """Content as one string; `None` (an assistant message with tool calls only) is the empty one."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list | tuple):
-        raise ChatError(f"{where}.content: must be a string or a list of text parts, got {type(content).__name__}")
-    parts: list[str] = []
-    for part in cast(Sequence[Any], content):
-        if isinstance(part, str):
-            parts.append(part)
-        elif isinstance(part, Mapping) and isinstance(text := cast(Message, part).get("text"), str):
-            parts.append(text)
-        else:
-            kind = cast(Message, part).get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ChatError(f"{where}.content: only text parts are supported, got {kind!r}")
-    return "".join(parts)
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    if not isinstance(call, Mapping):
-        raise ChatError(f"{where}.tool_calls: must hold objects, got {type(call).__name__}")
-    normal = dict(cast(Message, call))
-    function = dict(normal.get("function") or normal)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise ChatError(f"{where}.tool_calls: arguments are not valid JSON: {error}") from error
-    if not isinstance(arguments, Mapping | None):
-        raise ChatError(f"{where}.tool_calls: arguments must be a JSON object, got {type(arguments).__name__}")
-    return {**normal, "function": {**function, "arguments": dict(cast(Message, arguments or {}))}}
 
 
 def _to_json(

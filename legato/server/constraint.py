@@ -96,9 +96,9 @@ def answer_format(value: Any) -> Grammar | None:
 def checked(rule: str, name: str, terminals: Sequence[str] = ()) -> None:
     """Refuses the right side of a grammar rule that cannot be compiled: `ParameterError` for the field `name`."""
     text = "\n".join((f"start: {rule}", *terminals, *TERMINALS))
-    message = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text))
-    if message and not LLMatcher.is_validate_warning(message):
-        raise ParameterError(name, f"cannot be enforced: {message.splitlines()[0]}")
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(text))
+    if is_error:
+        raise ParameterError(name, f"cannot be enforced: {messages[0].splitlines()[0]}")
 
 
 @dataclass(frozen=True, slots=True)

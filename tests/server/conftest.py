@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
 from legato.server.chat import ChatTemplate
-from legato.server.text import Tokenizer
+from legato.server.service import ModelText
+from legato.server.text import Folder, Tokenizer
 from tests import tiny_text
+
+SMALL = Path(__file__).resolve().parents[2] / "legato" / "checkpoints" / "small"
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +42,30 @@ def template_source() -> str:
 @pytest.fixture(scope="session")
 def template(tokenizer: Tokenizer, template_source: str) -> ChatTemplate:
     return ChatTemplate(template_source, tokenizer)
+
+
+GLM_5_3 = """\
+{%- set effort = reasoning_effort if reasoning_effort is defined and reasoning_effort in ['low', 'high'] else 'max' -%}
+{%- set keep = clear_thinking is defined and not clear_thinking -%}
+[gMASK]<sop><|system|>Reasoning Effort: {{ effort | capitalize }}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+<|assistant|><think>{% if keep %}{{ message.reasoning_content }}{% endif %}</think>{{ message.content }}
+{%- else -%}
+<|{{ message.role }}|>{{ message.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|><think>{%- endif -%}
+"""
+"""What GLM-5.3's template differs in, after public descriptions of it: effort low, high or max, no switch for reasoning."""
+
+
+@pytest.fixture(scope="session")
+def template_5_3(tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(GLM_5_3, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def small_text() -> ModelText:
+    """The text side of the checkpoint that ships with the package."""
+    return ModelText.open(Folder(SMALL))

@@ -197,6 +197,124 @@ def test_templates_are_sandboxed(tokenizer: Tokenizer) -> None:
         ChatTemplate("{% if %}", tokenizer)
 
 
+# -- reasoning effort ---------------------------------------------------------------------------------------------------
+
+
+def test_effort_is_raised_to_what_the_template_knows(template: ChatTemplate, template_5_3: ChatTemplate) -> None:
+    assert template.efforts == ("high", "max") and template_5_3.efforts == ("low", "high", "max")
+    levels = ("minimal", "low", "medium", "high", "xhigh", "max")
+    for known, wanted in ((template, "high high high high max max"), (template_5_3, "low low high high max max")):
+        given = [known.effort(level) for level in levels]
+        assert given == [{"reasoning_effort": word} for word in wanted.split()]
+        for arguments in given:
+            line = f"Reasoning Effort: {arguments['reasoning_effort'].capitalize()}<"
+            assert line in known.render([USER], **arguments).text
+
+
+def test_effort_none_is_no_reasoning_where_there_is_a_switch(
+    template: ChatTemplate, template_5_3: ChatTemplate
+) -> None:
+    assert not template.render([USER], **template.effort("none")).in_reasoning
+    assert not template_5_3.can_skip_reasoning
+    for refused in (lambda: template_5_3.effort("none"), lambda: template_5_3.render([USER], enable_thinking=False)):
+        with pytest.raises(ChatError, match=r"low, high, max|it reads clear_thinking, reasoning_effort"):
+            refused()
+    with pytest.raises(ChatError, match="knows none, high, max"):
+        template.effort("colossal")
+
+
+def test_a_template_without_effort_refuses_it(tokenizer: Tokenizer) -> None:
+    plain = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", tokenizer)
+    for level in ("high", "none"):
+        with pytest.raises(ChatError, match="knows no reasoning effort"):
+            plain.effort(level)
+
+
+def test_glm_5_3_always_starts_in_reasoning(template_5_3: ChatTemplate) -> None:
+    history = [USER, {"role": "assistant", "content": "a", "reasoning_content": "why"}, USER]
+    assert template_5_3.render(history, reasoning_effort="low").in_reasoning
+    assert "why" not in template_5_3.render(history).text
+    assert "<think>why</think>a" in template_5_3.render(history, clear_thinking=False).text
+
+
+# -- messages as clients send them --------------------------------------------------------------------------------------
+
+
+def test_content_parts_of_anthropic_render_as_those_of_openai(template: ChatTemplate) -> None:
+    anthropic = [
+        {"role": "user", "content": [{"type": "text", "text": "Add", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I add.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "Well:"},
+                {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+                {"type": "tool_use", "id": "2", "name": "add", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "3"}]},
+                {"type": "tool_result", "tool_use_id": "2", "content": "4", "is_error": True},
+                {"type": "tool_result", "tool_use_id": "3"},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+    ]
+    openai = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Add"}]},
+        {
+            "role": "assistant",
+            "content": "Well:",
+            "reasoning": "I add.",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+                {"id": "2", "type": "function", "function": {"name": "add", "arguments": ""}},
+            ],
+        },
+        *({"role": "tool", "content": content} for content in ("3", "4", None)),
+        {"role": "user", "content": "Go on."},
+    ]
+    assert template.render(anthropic, clear_thinking=False) == template.render(openai, clear_thinking=False)
+    assert "<|observation|><tool_response>3</tool_response><tool_response>4" in template.render(anthropic).text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image", "source": {}}],
+        [{"type": "tool_result", "content": [{"type": "image", "source": {}}]}],
+        [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+    ],
+)
+def test_parts_that_cannot_stand_there_are_refused(content: list[Any], template: ChatTemplate) -> None:
+    with pytest.raises(ChatError, match=r"messages\[1\].content.*only text parts"):
+        template.render([USER, {"role": "user", "content": content}])
+
+
+def test_attribution_lines_do_not_defeat_the_prefix_cache(template: ChatTemplate) -> None:
+    """Requests that differ in nothing else have the same tokens, in whatever shape the line comes."""
+
+    def prompt(system: Any) -> ChatPrompt:
+        return template.render([{"role": "system", "content": system}, USER])
+
+    def line(number: int) -> str:
+        return f"x-anthropic-billing-header: cc_version=2.1.{number}.0d9; cc_entrypoint=cli; cch={number:05x};"
+
+    plain = prompt("You are an agent.\nBe brief.")
+    for number in (1, 77777):
+        assert prompt(f"{line(number)}\nYou are an agent.\nBe brief.") == plain
+        parts = [{"type": "text", "text": text} for text in (line(number), "You are an agent.", "\nBe brief.")]
+        assert prompt(parts) == plain
+        assert prompt([{"type": "text", "text": line(number)}]) == prompt("")
+    # Anywhere else it is text like any other.
+    inside = f"You are an agent.\n{line(1)}"
+    assert line(1) in prompt(inside).text
+    assert line(1) in template.render([{"role": "user", "content": line(1)}]).text
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

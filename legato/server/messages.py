@@ -1,0 +1,160 @@
+"""Messages as clients send them, made into the one form that chat templates see.
+
+Owns the shapes of OpenAI's and Anthropic's messages (content parts, reasoning, tool calls, tool results) and what is left out of
+a system prompt. Knows nothing of templates or tokens. Called by `server.chat`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool")
+SAME_ROLE = {"developer": "system", "function": "tool"}
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts that are text, and the field that holds it."""
+REASONING_PARTS = {"thinking": "thinking", "redacted_thinking": None}
+"""Types of content parts that are reasoning, and the field that holds it. Redacted reasoning can be read by nobody here."""
+ATTRIBUTION = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n*", re.IGNORECASE)
+"""A line that coding agents put before their system prompt for their own vendor's billing. It differs from request to request, so
+that nothing behind it would ever be found in the prefix cache, and it says nothing to a model."""
+
+
+class ChatError(ValueError):
+    """Messages or template arguments that cannot be rendered. The message says which and what is allowed."""
+
+
+def normal_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """All messages: known roles, content as one string, reasoning apart, arguments of calls as objects.
+
+    Content parts of Anthropic's API become what they are in OpenAI's: `thinking` is the message's reasoning, `tool_use` one of
+    its calls, and a `tool_result` in a user's message a message of its own, in its place. The attribution line of coding agents
+    at the start of a system prompt is left out. A result that is an error is told like any other: templates have no word for it.
+
+    Raises:
+        ChatError: a message is not acceptable; names the message and the field.
+    """
+    return [normal for number, message in enumerate(messages) for normal in _normal(message, f"messages[{number}]")]
+
+
+def _normal(message: Any, where: str) -> Iterator[dict[str, Any]]:
+    """One message, or several where tool results stand among a user's text.
+
+    `<think>` in assistant content is taken apart here, since guarded text no longer shows it to the template.
+    """
+    if not isinstance(message, Mapping):
+        raise ChatError(f"{where}: must be an object with role and content, got {type(message).__name__}")
+    normal = dict(cast(Message, message))
+    role: Any = normal.get("role")
+    role = normal["role"] = SAME_ROLE.get(role, role) if isinstance(role, str) else None
+    if role not in ROLES:
+        raise ChatError(f"{where}.role: must be one of {', '.join(ROLES)}, got {role!r}")
+    parts = list(_parts(normal.get("content"), where))
+    if role == "assistant":
+        yield _assistant(normal, parts, where)
+    elif role == "user" and any(_type(part) == "tool_result" for part in parts):
+        yield from _results_and_text(normal, parts, where)
+    else:
+        if role == "system" and parts:
+            parts[0] = {**parts[0], "text": ATTRIBUTION.sub("", _text(parts[0], where))}
+        yield {**normal, "content": "".join(_text(part, where) for part in parts)}
+
+
+def _parts(content: Any, where: str) -> Iterator[Message]:
+    """The parts of a content; a string is one part of text, `None` (as beside tool calls) is none."""
+    if content is None or isinstance(content, str):
+        if content:
+            yield {"type": "text", "text": content}
+        return
+    if not isinstance(content, list | tuple):
+        raise ChatError(f"{where}.content: must be a string or a list of text parts, got {type(content).__name__}")
+    for part in cast(Sequence[Any], content):
+        if not isinstance(part, str | Mapping):
+            raise ChatError(f"{where}.content: only text parts are supported, got {type(part).__name__!r}")
+        yield {"type": "text", "text": part} if isinstance(part, str) else cast(Message, part)
+
+
+def _type(part: Message) -> str:
+    """The type of a part; one that only has text is text."""
+    return str(part.get("type", "text"))
+
+
+def _text(part: Message, where: str) -> str:
+    kind = _type(part)
+    text = part.get(TEXT_PARTS.get(kind, ""))
+    if not isinstance(text, str):
+        known = (
+            f"only text parts are supported, got {kind!r}" if kind not in TEXT_PARTS else f"a {kind!r} part needs text"
+        )
+        raise ChatError(f"{where}.content: {known}")
+    return text
+
+
+def _results_and_text(message: dict[str, Any], parts: Sequence[Message], where: str) -> Iterator[dict[str, Any]]:
+    """A user's message that holds results of tools: results and runs of text in their order."""
+    text = ""
+    for part in parts:
+        if _type(part) != "tool_result":
+            text += _text(part, where)
+            continue
+        if text:
+            yield {**message, "content": text}
+            text = ""
+        inner = f"{where}.content.tool_result"
+        result = "".join(_text(piece, inner) for piece in _parts(part.get("content"), inner))
+        yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result}
+    if text:
+        yield {**message, "content": text}
+
+
+def _assistant(message: dict[str, Any], parts: Sequence[Message], where: str) -> dict[str, Any]:
+    calls = list(cast(Sequence[Any], message.get("tool_calls") or ()))
+    thoughts: list[str] = []
+    content = ""
+    for part in parts:
+        kind = _type(part)
+        if kind == "tool_use":
+            calls.append({"id": part.get("id"), "function": {"name": part.get("name"), "arguments": part.get("input")}})
+        elif kind in REASONING_PARTS:
+            field = REASONING_PARTS[kind]
+            thoughts.append(str(part.get(field) or "") if field else "")
+        else:
+            content += _text(part, where)
+    reasoning = message.pop("reasoning", None)
+    if not isinstance(message.get("reasoning_content"), str):
+        message["reasoning_content"] = (
+            reasoning if isinstance(reasoning, str) else "".join(thoughts) if thoughts else None
+        )
+    if message["reasoning_content"] is None:
+        del message["reasoning_content"]
+        if "</think>" in content:
+            before, _, content = content.rpartition("</think>")
+            message["reasoning_content"] = before.split("</think>")[0].split("<think>")[-1].strip("\n")
+            content = content.lstrip("\n")
+    message["content"] = content
+    if calls:
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+    return message
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise ChatError(f"{where}.tool_calls: must hold objects, got {type(call).__name__}")
+    normal = dict(cast(Message, call))
+    function: Any = normal.get("function") or normal
+    if not isinstance(function, Mapping) or not isinstance(cast(Message, function).get("name"), str):
+        raise ChatError(f"{where}.tool_calls: each must have a function with a name")
+    function = dict(cast(Message, function))
+    arguments: Any = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"{where}.tool_calls: arguments are not valid JSON: {error}") from error
+    if not isinstance(arguments, Mapping | None):
+        raise ChatError(f"{where}.tool_calls: arguments must be a JSON object, got {type(arguments).__name__}")
+    return {**normal, "function": {**function, "arguments": dict(cast(Message, arguments or {}))}}

@@ -76,6 +76,7 @@ class EngineClient:
         self._watchdog = Watchdog(stall_s)
         self._state: State = "ready"
         self._failure: EngineFailed | None = None
+        self._has_started = False
         self._ready: asyncio.Future[messages.EngineInfo] = asyncio.get_running_loop().create_future()
         self._disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open: dict[str, asyncio.Queue[messages.Progress | Exception]] = {}
@@ -117,6 +118,7 @@ class EngineClient:
         try:
             await client._connect(first)
             client.info = await client._ready
+            client._has_started = True
         except BaseException:
             await client.close()
             raise
@@ -218,7 +220,7 @@ class EngineClient:
             self._state = "closed"
             self._give_up(EngineFailed("the engine was closed"))
             self._send(messages.Stop())
-        await self._child.wait(CLOSE_S if self._ready.done() and self._state == "closed" else 0.0)
+        await self._child.wait(CLOSE_S if self._has_started and self._failure is None else 0.0)
         if self._overseer is not None:
             await self._overseer
         if self._transport is not None:
@@ -362,7 +364,7 @@ class EngineClient:
         for answer in [*self._tickets.values(), self._ready]:
             if not answer.done():
                 answer.set_exception(failure.again())
-        if self._ready.done():
+        if not self._ready.cancelled():
             self._ready.exception()  # nobody may be waiting for it
 
 

@@ -179,3 +179,9 @@ async def tokens_of(client: EngineClient, asked: GenerationRequest) -> tuple[lis
         if gained.finish_reason is not None:
             return tokens, gained.finish_reason
     raise AssertionError("the iterator ended without a reason")
+
+
+async def at_work(client: EngineClient, count: int = 1) -> None:
+    """Waits until so many requests run."""
+    while (await client.report()).running < count:
+        await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ import pytest
 
 from legato.server.client import GRACE_S, EngineClient, EngineFailed
 from tests.engine import standin
-from tests.engine.standin import expected, long, request, run, running, settings, tokens_of
+from tests.engine.standin import at_work, expected, long, request, run, running, settings, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEN_S = 2.0
@@ -26,8 +26,7 @@ SEEN_S = 2.0
 async def working(client: EngineClient, count: int = 3) -> list[asyncio.Task[tuple[list[int], str]]]:
     """That many requests, all of which run."""
     readers = [asyncio.create_task(tokens_of(client, long(n))) for n in range(count)]
-    while client.last_report.running < count:
-        await asyncio.sleep(0.02)
+    await at_work(client, count)
     return readers
 
 

@@ -13,7 +13,7 @@ from legato.engine.messages import Report
 from legato.server.client import CommandFailed, EngineClient, EngineFailed, GenerationRequest, RequestRefused
 from legato.types import SamplingParams
 from tests.engine import standin
-from tests.engine.standin import CONTEXT, DRAFTS, expected, long, request, run, running, settings, tokens_of
+from tests.engine.standin import CONTEXT, DRAFTS, at_work, expected, long, request, run, running, settings, tokens_of
 
 
 def is_empty(report: Report) -> bool:
@@ -72,8 +72,7 @@ def test_a_cancelled_reader_ends_its_request() -> None:
     async def test() -> None:
         async with running(settings(0.05)) as client:
             reader = asyncio.create_task(tokens_of(client, long()))
-            while not client.last_report.running:
-                await asyncio.sleep(0.02)
+            await at_work(client)
             reader.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reader
@@ -86,8 +85,7 @@ def test_abort_by_name_and_of_all() -> None:
     async def test() -> None:
         async with running(settings(0.03)) as client:
             readers = [asyncio.create_task(tokens_of(client, long(n, id=f"r{n}"))) for n in range(3)]
-            while client.last_report.running < 3:
-                await asyncio.sleep(0.02)
+            await at_work(client, 3)
             await client.abort("r1")
             await client.abort("never heard of")
             tokens, reason = await readers[1]
@@ -276,8 +274,7 @@ def test_reports_come_by_themselves() -> None:
     async def test() -> None:
         async with running(settings(0.1)) as client:
             reader = asyncio.create_task(tokens_of(client, long()))
-            while not client.last_report.running:
-                await asyncio.sleep(0.02)
+            await at_work(client)
             first = client.last_report
             while client.last_report.counters.iterations <= first.counters.iterations:
                 await asyncio.sleep(0.02)
@@ -321,8 +318,7 @@ def test_drain_ends_what_takes_too_long() -> None:
     async def test() -> None:
         async with running(settings(0.05)) as client:
             reader = asyncio.create_task(tokens_of(client, long()))
-            while not client.last_report.running:
-                await asyncio.sleep(0.02)
+            await at_work(client)
             assert await client.drain(0.1) == 1
             assert (await reader)[1] == "abort"
 
@@ -333,8 +329,7 @@ def test_closing_fails_what_is_open() -> None:
     async def test() -> None:
         async with running(settings(0.05)) as client:
             reader = asyncio.create_task(tokens_of(client, long()))
-            while not client.last_report.running:
-                await asyncio.sleep(0.02)
+            await at_work(client)
             await client.close()
             with pytest.raises(EngineFailed, match="closed"):
                 await reader

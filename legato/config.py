@@ -29,12 +29,14 @@ class ConfigError(ValueError):
 class CacheConfig:
     """The two paged caches. `latent`: "auto" is bfloat16 on a GPU and float32 on a CPU, where converting costs more than the
     memory. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at
-    most 64 Ki tokens on a CPU. `prefix`: whether full pages are kept and found again by later requests."""
+    most 64 Ki tokens on a CPU. `prefix`: whether full pages are kept and found again by later requests. `host_tokens`: room in
+    host memory, in tokens, for pages that are evicted from there; 0: none."""
 
     latent: LatentFormat = "auto"
     index: IndexFormat = "auto"
     tokens: int | None = None
     prefix: bool = True
+    host_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,12 @@ class Config:
             raise ConfigError(f"context must be at least 2, got {self.schedule.context}")
         if self.cache.tokens is not None and self.cache.tokens < PAGE_SIZE:
             raise ConfigError(f"cache tokens must be at least one page of {PAGE_SIZE}, got {self.cache.tokens}")
+        if self.cache.host_tokens < 0:
+            raise ConfigError(f"host_tokens cannot be negative, got {self.cache.host_tokens}")
+        if self.cache.host_tokens and not self.cache.prefix:
+            raise ConfigError(
+                f"host_tokens {self.cache.host_tokens} needs the prefix cache, which is off: switch it on, or use 0"
+            )
         if self.execution.threads is not None and self.execution.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.execution.threads}")
 
@@ -115,6 +123,7 @@ class Resolved:
     threads: int | None
     ops: Mapping[str, str]
     prefix_cache: bool = True
+    host_tokens: int = 0
     max_waiting: int | None = None
     verify_speculation: float = 0.0
 
@@ -122,6 +131,11 @@ class Resolved:
     def num_pages(self) -> int:
         """Pages to allocate: the capacity, plus the dummy page 0."""
         return -(-self.cache_tokens // PAGE_SIZE) + 1
+
+    @property
+    def host_pages(self) -> int:
+        """Slots of host memory for evicted pages."""
+        return -(-self.host_tokens // PAGE_SIZE)
 
 
 def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available: bool) -> Resolved:
@@ -168,6 +182,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         threads=_cpu_threads(os.cpu_count() or 1) if on_cpu and execution.threads is None else execution.threads,
         ops=execution.ops,
         prefix_cache=config.cache.prefix,
+        host_tokens=config.cache.host_tokens,
         max_waiting=schedule.max_waiting,
         verify_speculation=config.verify_speculation,
     )

@@ -312,6 +312,13 @@ class Stats:
     """Tokens found in the prefix cache (`prompt_tokens` are those that were run). Never reset, as the rest."""
     cached_pages: int = 0
     evicted_pages: int = 0
+    """Pages that have left the device, for host memory where there is room for them, or for good."""
+    host_hit_tokens: int = 0
+    """Of `hit_tokens`, those that were found in host memory and copied back."""
+    host_pages: int = 0
+    """Pages in host memory now."""
+    host_evicted_pages: int = 0
+    """Pages that have left host memory for good."""
     preemptions: int = 0
 
     @property

@@ -82,6 +82,7 @@ def build_engine(spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> En
         page_size=PAGE_SIZE,
         prefix_cache=settings.prefix_cache,
         max_waiting=settings.max_waiting,
+        host_pages=settings.host_pages,
     )
     check = SelfCheck(settings.verify_speculation if settings.num_drafts else 0.0)
     return Engine(Scheduler(limits), Runner(spec, weights, settings), settings.overlap, check)

@@ -22,6 +22,7 @@ from legato.runtime.cache import CacheLayout
 from legato.runtime.controls import ControlTable
 from legato.runtime.draw import ControlledDraw, Draw, PlainDraw, choose_general, choose_greedy
 from legato.runtime.grammar import Gate, Grammars
+from legato.runtime.host import HostPages
 from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
 from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration, Verified
@@ -86,9 +87,9 @@ class Runner:
         target = Glm(spec, weights)
         head = weights.lm_head.dequantize(weights.embed.dtype)
         mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head)
-        self.iteration = Iteration(
-            target, mtp, layout.allocate(settings.num_pages, settings.device), settings.num_drafts
-        )
+        caches = layout.allocate(settings.num_pages, settings.device)
+        self.iteration = Iteration(target, mtp, caches, settings.num_drafts)
+        self.host = HostPages(caches, settings.host_pages) if settings.host_pages else None
         self.grammars: Grammars | None = None
         self._controls = ControlTable(self.rows, spec.vocab_size)
         self._gates: dict[int, Gate] = {}
@@ -118,10 +119,12 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
-        """Writes admissions and page grants to the device table and runs the iteration.
+        """Moves pages, writes admissions and page grants to the device table, and runs the iteration.
 
         Everything is issued on one stream, so what this iteration writes is what the next one reads.
         """
+        if self.host is not None and plan.moves:
+            self.host.move(plan.moves)
         for admit in plan.admits:
             self._admit(admit)
         for grant in plan.grants:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from legato.server.answer import Answer
+from legato.server.chat import ChatTemplate
 from legato.server.constraint import constrained
 from legato.server.generation import Job, Reader
 from legato.server.sampling_fields import NotSupported, SamplingFields
@@ -93,7 +94,10 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Arguments of the chat template, such as `enable_thinking`. Others are refused."
     )
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = Field(
+        None,
+        description="none, minimal, low, medium, high, xhigh or max: the nearest that the chat template knows, or more.",
+    )
     thinking: Thinking | None = None
     thinking_token_budget: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Most tokens of reasoning; then it is ended."
@@ -135,26 +139,40 @@ class ChatRequest(SamplingFields):
             raise ParameterError("top_logprobs", "needs logprobs: true")
         return None
 
-    def budget(self) -> int | None:
-        """Most tokens of reasoning. Raises `ParameterError` where the two fields for it differ."""
+    def budget(self, template: ChatTemplate) -> int | None:
+        """Most tokens of reasoning: 0 where there shall be none and the template has no switch for it.
+
+        Raises:
+            ParameterError: the two fields for it differ.
+        """
         nested = None if self.thinking is None else self.thinking.budget_tokens
         if None not in (nested, self.thinking_token_budget) and nested != self.thinking_token_budget:
             raise ParameterError(
                 "thinking.budget_tokens", f"is {nested}, but thinking_token_budget is {self.thinking_token_budget}"
             )
+        is_off = self.reasoning_effort == "none" or (self.thinking is not None and self.thinking.type == "disabled")
+        if is_off and not template.can_skip_reasoning:
+            return 0
         return self.thinking_token_budget if nested is None else nested
 
-    def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is told. Raises `ParameterError` where a field and `chat_template_kwargs` differ."""
-        arguments = dict(self.chat_template_kwargs or {})
-        fields: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+    def template_arguments(self, template: ChatTemplate) -> dict[str, Any]:
+        """What the chat template is told.
+
+        Raises:
+            ParameterError: a field and `chat_template_kwargs` differ.
+            ChatError: the template knows no such effort.
+        """
+        fields: dict[str, Any] = {}
+        if self.reasoning_effort is not None and (self.reasoning_effort != "none" or template.can_skip_reasoning):
+            fields |= template.effort(self.reasoning_effort)
         if self.thinking is not None:
-            fields |= {
-                "enable_thinking": self.thinking.type == "enabled",
-                "clear_thinking": self.thinking.clear_thinking,
-            }
+            if template.can_skip_reasoning:
+                fields.setdefault("enable_thinking", self.thinking.type == "enabled")
+            if self.thinking.clear_thinking is not None:
+                fields["clear_thinking"] = self.thinking.clear_thinking
+        arguments = dict(self.chat_template_kwargs or {})
         for name, value in fields.items():
-            if value is not None and arguments.setdefault(name, value) != value:
+            if arguments.setdefault(name, value) != value:
                 raise ParameterError(
                     f"chat_template_kwargs.{name}",
                     f"is {arguments[name]!r:.80}, but the request also says {value!r:.80}",
@@ -181,14 +199,15 @@ def chat_job(service: Service, request: ChatRequest, id: str) -> ChatJob:
     tools = Tools.from_openai(request.tools, request.tool_choice, request.parallel_tool_calls)
     num_top = request.num_logprobs()
     params = request.sampling(service.settings.defaults, limits, request.length())
-    prompt = service.template.render(
-        request.messages, None if tools is None else tools.definitions, **request.template_arguments()
+    template = service.template
+    prompt = template.render(
+        request.messages, None if tools is None else tools.definitions, **request.template_arguments(template)
     )
     ids = service.check_length(prompt.ids, "messages")
     response_format = None if request.response_format is None else request.response_format.model_dump(by_alias=True)
     stop, in_reasoning = params.stop, prompt.in_reasoning
     params = constrained(
-        replace(params, logprobs=num_top, reasoning_budget=request.budget()),
+        replace(params, logprobs=num_top, reasoning_budget=request.budget(template)),
         tokenizer,
         in_reasoning=in_reasoning,
         tools=tools,

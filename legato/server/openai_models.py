@@ -119,7 +119,7 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized:
         tools = Tools.from_openai(request.tools)
         arguments = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
-            arguments["reasoning_effort"] = request.reasoning_effort
+            arguments |= service.template.effort(request.reasoning_effort)
         rendered = service.template.render(request.messages, None if tools is None else tools.definitions, **arguments)
         several = [list(rendered.ids)]
     else:

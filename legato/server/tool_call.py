@@ -57,7 +57,7 @@ class OpenCall:
             self._key += text
         elif self._part == "value":
             self._value(text)
-        elif text.strip() or self.strays:
+        else:
             self.strays += text
         return "open"
 
@@ -88,13 +88,16 @@ class OpenCall:
         elif self._part in ("key", "before value"):
             self._drop_key()
         self._on_text("}" if self._num_arguments else "{}")
-        self.strays = self.strays.rstrip()
+        self.strays = self.strays.strip()
         return "done"
 
     def cut(self) -> None:
         """Ends the call where the tokens ended: its arguments stay unfinished, and so visibly are no JSON."""
         if self._part == "value" and self._held is not None:
             self._on_text(self._held)
+        elif self._part in ("key", "before value"):
+            self._drop_key()
+        self.strays = self.strays.strip()
 
     def _after_name(self, tag: str) -> Verdict:
         name = self._name.strip()

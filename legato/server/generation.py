@@ -61,7 +61,7 @@ class Job:
     Attributes:
         id: of the reply; unique among open jobs.
         prompt: token ids.
-        params: how to sample, `n` choices; stop strings are the reader's, and need not stand here.
+        params: how to sample, `n` choices; of its stop strings, which the reader finds, a reply names the one that was met.
         reader: makes the reader of one choice, in the state that the prompt leaves it in.
         priority: higher ones run first.
         timeout_s: it ends then with the reason "deadline".
@@ -181,7 +181,7 @@ class Generations:
             for number, params in enumerate(samples_of(replace(job.params, stop=()))):
                 id = f"{jobs[0].id}/{len(choices)}"
                 request = _request(job, id, params if number == 0 else replace(params, prompt_logprobs=None), ends)
-                choices.append(_Choice(self._engine, self._metrics, len(choices), request, job.reader()))
+                choices.append(_Choice(self._engine, self._metrics, len(choices), request, job))
         return Generation(jobs, choices, self._open)
 
     async def complete(self, *jobs: Job) -> tuple[list[Answered], Generation]:
@@ -298,9 +298,9 @@ class _Choice:
     """One sample of a job: its request to the engine, its reader, and what it has used."""
 
     def __init__(
-        self, engine: Engine, metrics: Metrics, index: int, request: GenerationRequest, reader: Reader
+        self, engine: Engine, metrics: Metrics, index: int, request: GenerationRequest, job: Job
     ) -> None:
-        self.request, self.reader = request, reader
+        self.request, self.reader, self._stop = request, job.reader(), job.params.stop
         self.num_tokens = self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self._engine, self._metrics, self._index = engine, metrics, index
@@ -345,15 +345,17 @@ class _Choice:
         piece = self.reader.push(gained.tokens)
         events = piece.events
         if piece.stop is not None:
-            reason, stop = "stop", piece.stop
+            reason, stop = "stop", piece.stop if piece.stop in self._stop else None
         elif gained.finish_reason is not None:
             rest = self.reader.finish(gained.finish_reason)
             events += rest.events
             if rest.stop is not None:
-                reason, stop = "stop", rest.stop
+                reason, stop = "stop", rest.stop if rest.stop in self._stop else None
         if reason == "stop" and self.reader.has_tool_calls:
             reason = "tool_calls"
         self._count(gained, piece.num_tokens)
+        if gained.tokens:
+            meter.prefilled(len(self.request.prompt), gained.cached_tokens)
         meter.step(phase, piece.num_tokens, gained.accepted, gained.drafted)
         return ChoiceStep(
             index=self._index,

@@ -208,7 +208,7 @@ class RequestMeter:
         self._first: float | None = None
         self._last = self._start
         self._tally = PhaseTally()
-        self._counted_tokens = 0
+        self._prompt_tokens = self._cached_tokens = 0
         self.is_finished = False
 
     def __enter__(self) -> Self:
@@ -263,9 +263,9 @@ class RequestMeter:
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Counts the prompt; `cached_tokens` of it were found in the prefix cache. Once per request."""
-        if self._counted_tokens:
+        if self._prompt_tokens:
             return
-        self._counted_tokens = prompt_tokens
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         metrics = self._metrics
         metrics.prompt_tokens += prompt_tokens
         metrics.cached_tokens += cached_tokens
@@ -306,7 +306,7 @@ class RequestMeter:
         if self._tally.accept_length is not None:
             metrics.request_accept_length.observe(self._tally.accept_length)
         self._count_times(queued_s)
-        metrics.recent_requests.appendleft(self._summary(reason, cached_tokens, now))
+        metrics.recent_requests.appendleft(self._summary(reason, now))
 
     def refused(self, kind: str) -> None:
         """Ends the request as one that the engine did not take: it is counted as refused, not as ended, and has no times."""
@@ -328,15 +328,15 @@ class RequestMeter:
             metrics.prefill_time.observe(max(0.0, first - self._start - queued_s))
             metrics.inference_time.observe(max(0.0, self._last - self._start - queued_s))
 
-    def _summary(self, reason: str, cached_tokens: int, now: float) -> dict[str, Any]:
+    def _summary(self, reason: str, now: float) -> dict[str, Any]:
         """A line of the page's list of requests: numbers only, nothing of what was said."""
         first, tokens = self._first, self._tally.tokens
         decode = self._last - first if first is not None else math.nan
         return {
             "ended_at_s": round(now - self._metrics.started_at, 1),
             "reason": reason,
-            "prompt_tokens": self._counted_tokens,
-            "cached_tokens": cached_tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._cached_tokens,
             "tokens": tokens,
             "ttft_s": None if first is None else first - self._start,
             "tokens_per_second": (tokens - 1) / decode if tokens > 1 and decode > 0 else None,

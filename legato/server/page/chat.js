@@ -31,6 +31,7 @@ function body() {
     max_tokens: number("max-tokens"),
     seed: number("seed"),
     tools: tools ? JSON.parse(tools) : undefined,
+    tool_choice: tools ? $("tool-choice").value : undefined,
     chat_template_kwargs: thinking ? { enable_thinking: thinking === "on" } : undefined,
   };
 }
@@ -213,7 +214,6 @@ function summary(reason, usage, start, first, last) {
   if (usage && last > first && usage.completion_tokens > 1) {
     parts.push(`${((usage.completion_tokens - 1) / ((last - first) / 1000)).toFixed(1)} tokens/s`);
   }
-  $("speed").textContent = parts.slice(-1)[0] ?? "";
   return parts.join(" \u00b7 ");
 }
 
@@ -245,7 +245,6 @@ $("clear").addEventListener("click", () => {
   messages.length = 0;
   log.replaceChildren($("empty"));
   $("empty").hidden = false;
-  $("speed").textContent = "";
 });
 $("example-tools").addEventListener("click", () => {
   $("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);

@@ -55,10 +55,10 @@ function drawRequests(seen) {
     const row = element("tr");
     const ago = seen.uptime_s - one.ended_at_s;
     const cells = [
-      ago < 60 ? `${Math.max(0, Math.round(ago))} s ago` : `${Math.round(ago / 60)} min ago`,
+      duration(Math.max(0, ago)),
       count(one.prompt_tokens), count(one.cached_tokens), count(one.tokens),
       one.ttft_s === null ? "\u2013" : `${(one.ttft_s * 1000).toFixed(0)} ms`,
-      number(one.tokens_per_second), number(one.accept_length, 2), one.reason,
+      number(one.tokens_per_second), number(one.accept_length, 2), one.reason.replace("tool_calls", "tools"),
     ];
     row.append(...cells.map((text) => element("td", text === "error" ? "alarm" : "", text)));
     return row;
@@ -75,7 +75,7 @@ function drawEngine(engine) {
   const [used, prefix] = $("cache").children;
   used.style.width = `${(engine.used_pages / total) * 100}%`;
   prefix.style.width = `${(engine.cached_pages / total) * 100}%`;
-  const text = `${count(engine.used_pages)} pages in use, ${count(engine.cached_pages)} kept for later, ${count(total)} in all (64 tokens each)`;
+  const text = `pages of 64 tokens: ${count(engine.used_pages)} in use, ${count(engine.cached_pages)} kept for later, ${count(total)} in all`;
   $("cache-text").textContent = text + (engine.preemptions ? `; ${count(engine.preemptions)} preemptions` : "");
   $("cache").setAttribute("aria-label", text);
 }

@@ -1,0 +1,281 @@
+"""`legato serve` as a process: quick refusals, 503 while it loads, what it says, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server import chromium
+
+KEY = "sesame-open"
+START_S = 180
+
+
+class Served:
+    """A running `legato serve` on the checkpoint that ships with the package."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.out, self.err = folder / "stdout", folder / "stderr"
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.while_loading: dict[int, Any] = {}
+        port = self.url.rpartition(":")[2]
+        command = [sys.executable, "-m", "legato", "serve", "--port", port, "--threads", "1", *flags]
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=err, env={**os.environ, "OMP_NUM_THREADS": "1", "LEGATO_API_KEY": ""}
+            )
+
+    def wait_ready(self) -> None:
+        """Until the ready line; what /health says meanwhile is kept by status."""
+        deadline = time.monotonic() + START_S
+        while not self.out.read_text().endswith("\n"):
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline, self.err.read_text()
+            with contextlib.suppress(OSError):
+                status, body = self.ask("/health")
+                self.while_loading[status] = json.loads(body)
+            time.sleep(0.1)
+
+    def ask(self, path: str, body: Any = None, key: str | None = KEY) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over all labels but buckets, by name."""
+        sums: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.ask("/metrics")[1].decode()):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0) + sample.value
+        return sums
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("serve")
+    flags = ["--log-format", "json", "--access-log", "--api-key", KEY, "--metrics-compat", "vllm,sglang"]
+    server = Served(folder, *flags)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+CHAT = {"messages": [{"role": "user", "content": "Add two numbers."}], "temperature": 0, "max_tokens": 24}
+
+
+def test_the_port_answers_while_the_model_loads(served: Served) -> None:
+    said = served.while_loading[503]
+    assert said["status"] == "loading" and said["error"]["code"] == "loading" and said["loading"]["stage"]
+
+
+def test_the_ready_line_says_what_is_served(served: Served) -> None:
+    line = served.out.read_text()
+    assert re.fullmatch(
+        r"legato is ready after [\d.]+ s: legato-small on cpu, context 8192, cache 65536 tokens \(float32\), 5 drafts, "
+        r"http://127\.0\.0\.1:\d+\n",
+        line,
+    ), line
+
+
+def test_logs_are_json_without_keys_or_paths(served: Served) -> None:
+    assert served.ask("/v1/models?api_key=" + KEY)[0] == 200
+    deadline, asked = time.monotonic() + 10, list[dict[str, Any]]()
+    while not asked:  # a line is written when its answer has been sent
+        assert time.monotonic() < deadline
+        lines = [json.loads(line) for line in served.err.read_text().splitlines()]
+        assert {"time", "level", "logger", "message"} <= set(lines[0])
+        asked = [line for line in lines if line.get("path") == "/v1/models"]
+    assert asked[-1]["status"] == 200 and asked[-1]["request_id"].startswith("req-")
+    text = served.err.read_text()
+    assert KEY not in text and str(Path(__file__).parents[2]) not in text
+
+
+def test_metrics_agree_with_usage(served: Served) -> None:
+    before = served.metrics()
+    status, body = served.ask("/v1/chat/completions", CHAT)
+    assert status == 200, body
+    usage = json.loads(body)["usage"]
+    status, _ = served.ask("/v1/chat/completions", {**CHAT, "temperature": -1})
+    assert status == 400
+    deadline = time.monotonic() + 30
+    while (after := served.metrics())["legato_requests_running"] and time.monotonic() < deadline:
+        time.sleep(0.3)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grown("legato_generation_tokens_total") == usage["completion_tokens"]
+    assert grown("legato_prompt_tokens_total") == usage["prompt_tokens"]
+    assert (
+        grown("vllm:generation_tokens_total") == grown("sglang:generation_tokens_total") == usage["completion_tokens"]
+    )
+    assert grown("legato_requests_total") == 1 and grown("legato_requests_refused_total") == 1
+    assert 0 < grown("legato_accepted_tokens_total") <= grown("legato_drafted_tokens_total")
+    assert after["legato_requests_running"] == after["legato_requests_waiting"] == 0
+    assert after["legato_startup_total_seconds"] >= after["legato_startup_load_seconds"] > 0
+
+
+def test_the_page_is_open_and_its_numbers_are_not(served: Served) -> None:
+    with urllib.request.urlopen(served.url + "/", timeout=30) as answer:
+        policy = answer.headers["content-security-policy"]
+        text = answer.read().decode()
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"(src|href)=\"(?!/page/|/openapi\.json)", text), "nothing is loaded from elsewhere"
+    assert not re.search(r"<style|\son\w+=|\sstyle=|<script(?! type=\"module\" src=)", text)
+    for name in re.findall(r"/page/[\w.]+", text):
+        assert served.ask(name, key=None)[0] == 200
+    assert served.ask("/page/__init__.py", key=None)[0] == 404
+    assert served.ask("/page/..%2f__init__.py", key=None)[0] == 404
+    assert served.ask("/metrics.json", key=None)[0] == 401
+    seen = json.loads(served.ask("/metrics.json")[1])
+    assert seen["model"] == "legato-small" and seen["num_drafts"] == 5 and seen["engine"]["total_pages"] > 0
+
+
+def test_a_port_in_use_is_refused_at_once(served: Served) -> None:
+    port = served.url.rpartition(":")[2]
+    start = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "legato", "serve", "--port", port],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    assert result.returncode == 2 and result.stdout == ""
+    modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")}
+    messages = [line for line in result.stderr.splitlines() if not line.startswith("import time")]
+    assert messages == [
+        f"legato: port: {port} on 127.0.0.1 is in use; stop what listens there, or choose another (0: any free one)"
+    ]
+    assert not {"torch", "fastapi", "uvicorn", "transformers"} & modules
+    assert seconds < 2 * (1 + os.getloadavg()[0] / (os.cpu_count() or 1)), f"took {seconds:.1f} s"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(chromium.executable() is None, reason="no Chromium on this machine")
+def test_the_page_in_a_browser(served: Served, tmp_path: Path) -> None:
+    """The key is asked for, a chat streams, a tool call shows, an answer can be stopped, the dashboard moves."""
+    with chromium.Page(tmp_path / "profile") as page:
+        page.view(1360, 860)
+        page.open(served.url + "/")
+        page.wait("document.querySelector('dialog[open]')")
+        page.type("#key", "wrong")
+        page.press("Enter")
+        page.wait("document.querySelector('#key-note').textContent.includes('not accepted')")
+        page.type("#key", KEY)
+        page.press("Enter")
+        page.wait("document.querySelector('#model').textContent === 'legato-small'")
+        refused = [text for text in page.complaints if "401" in text]
+        assert len(refused) == len(page.complaints) >= 2
+
+        page.run(
+            "document.querySelector('#temperature').value = '0', document.querySelector('#max-tokens').value = '60'"
+        )
+        before = page.run("document.querySelector('#totals').textContent")
+        page.type("#message", "Add two numbers.")
+        page.press("Enter")
+        page.wait("document.querySelector('.message.user').textContent === 'Add two numbers.'")
+        page.wait("document.querySelector('.reasoning, .message.assistant .text')")
+        page.wait("document.querySelector('.note')")
+        assert re.search(r"\d+ tokens · first after [\d.]+ s", page.run("document.querySelector('.note').textContent"))
+        page.wait(f"document.querySelector('#totals').textContent !== {json.dumps(before)}")
+        page.wait("document.querySelectorAll('#requests tr').length >= 1")
+        page.wait("document.querySelector('#positions b').textContent.endsWith('%')")
+
+        page.run(
+            "document.querySelector('#example-tools').click(), document.querySelector('#tool-choice').value = 'required', "
+            "document.querySelector('#thinking').value = 'off'"
+        )
+        page.type("#message", "What is the weather in Paris?")
+        page.press("Enter")
+        page.wait("document.querySelector('.call textarea')")
+        assert page.run("document.querySelector('.call b').textContent") == "get_weather"
+        assert "city" in json.loads(page.run("document.querySelector('.call pre').textContent"))
+        page.type(".call textarea", "sunny")
+        page.run(
+            "document.querySelector('#tool-choice').value = 'none', document.querySelector('#max-tokens').value = ''"
+        )
+        page.run("[...document.querySelectorAll('button')].find((b) => b.textContent === 'Send result').click()")
+        page.wait("document.querySelectorAll('.note').length === 3")
+
+        page.type("#message", "Tell me a long story.")
+        page.press("Enter")
+        page.wait("!document.querySelector('#stop').hidden")
+        page.press("Escape")
+        page.wait("document.querySelectorAll('.note').length === 4")
+        page.wait("document.querySelector('#running').textContent === '0'")
+        page.view(420, 820, "dark")
+        page.run("document.querySelector('#view-dashboard').click()")
+        assert page.run("getComputedStyle(document.querySelector('#chat')).display") == "none"
+        assert page.run("document.documentElement.scrollWidth") <= 420
+        assert page.complaints == refused
+    assert served.metrics()["legato_requests_running"] == 0
+
+
+@pytest.mark.full
+def test_a_dead_engine_ends_the_server_with_its_cause(tmp_path: Path) -> None:
+    server = Served(tmp_path)
+    try:
+        server.wait_ready()
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        assert len(children) == 1
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        last = server.err.read_text().splitlines()[-1]
+        assert last.startswith("legato: the engine failed: ") and "SIGKILL" in last, last
+    finally:
+        server.kill()
+
+
+def test_sigterm_lets_a_stream_finish_and_refuses_new_requests(served: Served) -> None:
+    """The last test of this file: it ends the server that the others use."""
+    body = json.dumps({**CHAT, "stream": True, "max_tokens": 80, "ignore_eos": True}).encode()
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(served.url + "/v1/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        first = stream.readline()
+        served.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while served.ask("/health")[0] == 200:
+            assert time.monotonic() < deadline
+        assert served.ask("/v1/chat/completions", CHAT)[0] == 503
+        rest = stream.read()
+    assert first.startswith(b"data: ") and rest.rstrip().endswith(b"data: [DONE]")
+    assert b'"finish_reason":"length"' in rest
+    assert served.process.wait(60) == 0, served.err.read_text()

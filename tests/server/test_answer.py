@@ -414,7 +414,7 @@ def test_a_call_that_is_cut_shows_it(tokenizer: Tokenizer) -> None:
     message = said(tokenizer, f"</think>{CALL}{CALL[:-28]}", reason="length")
     assert [call.is_complete for call in message.calls] == [True, False]
     assert message.calls[1].arguments == '{"city": "Zü' and message.content == ""
-    assert said(tokenizer, f"</think>{CALL[:-48]}", reason="length").content == "<arg_key>city"
+    assert said(tokenizer, f"</think>{CALL[:-51]}", reason="length").content == "<arg_key>city"
     for reason in ("length", "abort", "deadline"):
         assert said(tokenizer, "</think><tool_call>wea", reason=reason).content == "<tool_call>wea"
 

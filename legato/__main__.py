@@ -14,6 +14,7 @@ import typer
 
 import legato
 from legato.cli import options, serve_flags
+from legato.cli.bench_commands import app as bench_app
 from legato.cli.serve_command import ServeCommand
 from legato.types import SamplingParams
 
@@ -22,7 +23,6 @@ app = typer.Typer(
     help="A serving engine for GLM-5.2, built for the lowest latency one node can give.",
 )  # fmt: skip
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measures Legato on this machine.")
 app.add_typer(bench_app, name="bench")
 
 
@@ -191,106 +191,6 @@ def quantize(
     from legato.cli.checkpoints import quantize as write
 
     write(model, destination, target, Existing.REPLACE if replace else Existing.REFUSE, round(shard_size * 1e6))
-
-
-@bench_app.command("ops")
-def bench_ops(
-    folders: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Folders of ops, e.g. gemm; by default all.", show_default=False),
-    ] = None,
-    implementation: Annotated[
-        str,
-        typer.Option(
-            "--implementation", "-i", help="A name such as sm90 or reference; best: what an engine would bind; all."
-        ),
-    ] = "best",
-    case: Annotated[str, typer.Option(help="Only cases (or ops) whose name matches this shell pattern.")] = "*",
-    device: options.Device = "auto",
-    json: Annotated[
-        Path | None, typer.Option(help="Append one JSON object per case to this file.", show_default=False)
-    ] = None,
-) -> None:
-    """Times ops case by case, after checking each result, and compares with what memory and arithmetic allow.
-
-    Exit code 1 if a result is wrong: wrong results have no time.
-    """
-    from legato.cli.bench import bench_ops as run
-
-    if not run(folders or [], implementation, case, device, json):
-        raise typer.Exit(1)
-
-
-@bench_app.command("serve")
-def bench_serve(
-    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")],
-    prompts: Annotated[
-        str, typer.Option(help="held-out (code), synthetic, agents, random, or a file: lines, or JSON lines.")
-    ] = "held-out",
-    sessions: Annotated[int, typer.Option("--sessions", "-n", help="How many conversations are begun.")] = 32,
-    concurrency: Annotated[int, typer.Option(help="Closed loop: so many users, each waiting for the reply.")] = 1,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Open loop: sessions per second, whether or not the server keeps up.", show_default=False),
-    ] = None,
-    spacing: Annotated[Literal["poisson", "fixed"], typer.Option(help="Of an open loop's arrivals.")] = "poisson",
-    input_tokens: Annotated[
-        int | None, typer.Option(help="About so long a prompt (4 characters a token).", show_default=False)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="By default the server's own.", show_default=False)
-    ] = None,
-    entropy: Annotated[float, typer.Option(help="Bits per word of synthetic prompts.")] = 8.0,
-    turns: Annotated[int, typer.Option(help="Turns of each agent session.")] = 10,
-    think: Annotated[float, typer.Option(help="Seconds between a reply and the next turn.")] = 0.0,
-    goodput: Annotated[
-        str | None, typer.Option(help="What counts as good, e.g. ttft=500ms,tpot=20ms.", show_default=False)
-    ] = None,
-    warmup: Annotated[int, typer.Option(help="Sessions run before, one at a time, not counted.")] = 1,
-    api: Annotated[Literal["chat", "completions"], typer.Option(help="Which endpoint.")] = "chat",
-    model: Annotated[
-        str, typer.Option(help="Name in the requests; by default the first that is served.", show_default=False)
-    ] = "",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
-    ] = None,
-    extra: Annotated[
-        str, typer.Option(help='Further fields of each request, as a JSON object, e.g. {"ignore_eos": true}.')
-    ] = "{}",
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    random_with_speculation: Annotated[
-        bool, typer.Option("--random-with-speculation", help="Measure random words although the server drafts.")
-    ] = False,
-    json: Annotated[Path, typer.Option(help="JSON lines are appended here.")] = Path("bench-serve.jsonl"),
-) -> None:
-    """Measures a running server: latencies as users feel them, throughput, accept length.
-
-    Exit code 1 if a request failed.
-    """
-    from legato.bench.load.arrivals import ClosedLoop, OpenLoop
-    from legato.bench.load.endpoint import Endpoint, extra_fields
-    from legato.bench.load.prompts import Source
-    from legato.bench.load.run import Load
-    from legato.bench.load.statistics import Limits
-    from legato.cli.load import bench_serve as run
-
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    endpoint = Endpoint(url, model, api, headers, max_tokens, temperature, extra=extra_fields(extra))
-    load = Load(
-        Source(prompts, input_tokens, entropy, turns, seed),
-        sessions,
-        ClosedLoop(concurrency) if rate is None else OpenLoop(rate, spacing),
-        warmup,
-        think,
-        None if goodput is None else Limits.parse(goodput),
-        timeout,
-        random_with_speculation,
-        seed,
-    )
-    if not run(endpoint, load, json):
-        raise typer.Exit(1)
 
 
 def main() -> None:

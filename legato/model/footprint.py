@@ -179,6 +179,11 @@ def _alike(spec: ModelSpec, inventory: Inventory, entries: Sequence[Expected]) -
     return classes
 
 
+def bytes_per_rank(entry: Expected, stored: Format | None, ranks: int) -> int:
+    """Bytes of one tensor on the device of one rank, when linears keep their format (`None`: a plain float)."""
+    return _bytes_per_rank(_Alike("", stored, entry.shape, entry.split, _widened(entry)), ranks)
+
+
 def _widened(entry: Expected) -> int:
     """Bytes per element where the model uses a weight unquantised whatever its format, else 0."""
     if entry.name.endswith((".mlp.gate", ".indexer.weights_proj", "e_score_correction_bias")):

@@ -1,0 +1,176 @@
+"""Pictures of measurements, from their JSON lines.
+
+Owns what is drawn and its look; needs matplotlib, the extra `plots`. Nothing is measured or computed here but medians. Called by
+`legato bench pareto`, `isl`, `timeline` and `report`.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from legato.bench.lines import Line
+from legato.config import ConfigError
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+except ImportError as error:  # the extra is not installed: say so where a picture is asked for
+    raise ConfigError("pictures need matplotlib: pip install 'legato[plots]'") from error
+
+COLOURS = ("#3564c4", "#c4553b", "#3a8f5c", "#8a5fb0", "#b58a2c", "#4f9fb5", "#6b6b6b", "#c76a9b")
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+}
+
+
+def _new(columns: int = 1, height: float = 4.2) -> tuple[Figure, Any]:
+    with pyplot.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(1, columns, figsize=(6.4 * columns, height), layout="constrained", squeeze=False)
+    return figure, axes[0]
+
+
+def pareto(lines: Sequence[Line]) -> Figure:
+    """Tokens/s of all users per device against tokens/s of one user, a curve per number of drafts, the roofline dashed."""
+    figure, (axis,) = _new(height=5)
+    for colour, (drafts, points) in zip(_cycle(), _grouped(lines, "k"), strict=False):
+        points = sorted(points, key=lambda line: line["case"]["concurrency"])
+        name = "K as the server has it" if drafts is None else f"K = {drafts}"
+        x, y = ([line[key] for line in points] for key in ("user_tokens_per_s", "tokens_per_s_per_device"))
+        axis.plot(x, y, "o-", color=colour, label=name)
+        for line in points:
+            users = line["case"]["concurrency"]
+            axis.annotate(
+                f"{users}", (line["user_tokens_per_s"], line["tokens_per_s_per_device"]), xytext=(5, 4),
+                textcoords="offset points", fontsize=8, color=colour,
+            )  # fmt: skip
+        bounds = [line["roofline"] for line in points if line.get("roofline")]
+        if bounds:
+            x, y = ([one[key] for one in bounds] for key in ("user_tokens_per_s", "tokens_per_s_per_device"))
+            axis.plot(x, y, "--", color=colour, alpha=0.6, label=f"memory roofline, {name}")
+    axis.set(xlabel="tokens/s of one user (median)", ylabel="tokens/s of all users, per device")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=9)
+    axis.set_title("Small numbers: users at a time. Up and to the right is better.", fontsize=10, loc="left")
+    return figure
+
+
+def isl(lines: Sequence[Line]) -> Figure:
+    """Iteration time, accept length and tokens/s over the length of the prompt."""
+    figure, axes = _new(3)
+    names = sorted({(line["name"], line["implementation"], line["k"]) for line in lines})
+    for colour, name in zip(_cycle(), names, strict=False):
+        own = sorted(
+            (line for line in lines if (line["name"], line["implementation"], line["k"]) == name),
+            key=lambda line: line["context"],
+        )
+        label = f"{name[0]}, {name[1]}, K = {name[2]}"
+        x = [line["context"] for line in own]
+        axes[0].plot(x, [line["median_us"] / 1e3 for line in own], "o-", color=colour, label=label)
+        floors = [line.get("floor_us") for line in own]
+        if None not in floors:
+            milliseconds = [float(floor or 0) / 1e3 for floor in floors]
+            axes[0].plot(x, milliseconds, "--", color=colour, alpha=0.6, label="memory roofline")
+        axes[1].plot(x, [line["accept_length"] for line in own], "o-", color=colour)
+        axes[2].plot(x, [line["tokens_per_s"] for line in own], "o-", color=colour)
+    for axis, title in zip(axes, ("ms per iteration", "accept length", "tokens/s, one user"), strict=True):
+        axis.set(xscale="log", xlabel="tokens of the prompt")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_title(title, loc="left", fontsize=10)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def serve(lines: Sequence[Line]) -> Figure:
+    """Median and p99 of each latency, a group of bars per run."""
+    figure, axes = _new(3)
+    kinds = (("ttft", "time to first token"), ("tpot", "time per token after it"), ("e2e", "whole reply"))
+    for axis, (kind, title) in zip(axes, kinds, strict=True):
+        for number, line in enumerate(lines):
+            found = line["summary"][kind]
+            for offset, quantile, shade in ((-0.2, "p50", 1.0), (0.2, "p99", 0.45)):
+                if found[quantile] is not None:
+                    axis.bar(number + offset, 1e3 * found[quantile], 0.36, color=COLOURS[0], alpha=shade)
+        axis.set_xticks(range(len(lines)), [f"{number + 1}" for number in range(len(lines))])
+        axis.set_title(f"{title}, ms (dark: median, light: p99)", loc="left", fontsize=10)
+        axis.set_xlabel("run (see the table)")
+    return figure
+
+
+def ops(lines: Sequence[Line]) -> Figure:
+    """Share of the roofline per case, best first; only results that were right."""
+    right = sorted(
+        (line for line in lines if line.get("correct") and line.get("roofline_percent")),
+        key=lambda line: line["roofline_percent"],
+    )
+    figure, (axis,) = _new(height=max(2.5, 0.24 * len(right) + 1))
+    targets = sorted({line["implementation"] for line in right})
+    for number, line in enumerate(right):
+        axis.barh(number, line["roofline_percent"], color=COLOURS[targets.index(line["implementation"]) % len(COLOURS)])
+        axis.annotate(
+            f"{line['median_us']:.1f} us", (line["roofline_percent"], number), xytext=(3, -3), textcoords="offset points",
+            fontsize=7,
+        )  # fmt: skip
+    axis.set_yticks(range(len(right)), [f"{line['name']} {_words(line['case'])}" for line in right], fontsize=7)
+    axis.set(xlabel=f"% of roofline ({', '.join(targets)})")
+    axis.grid(axis="y", visible=False)
+    return figure
+
+
+def timeline(series: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Figure:
+    """Named series of (date, value), each relative to its first value."""
+    figure, (axis,) = _new(height=5)
+    for colour, (name, points) in zip(_cycle(), series, strict=False):
+        first = points[0][1]
+        x = matplotlib.dates.date2num([point[0] for point in points])  # pyright: ignore
+        axis.plot(x, [value / first for _, value in points], "o-", color=colour, label=name)
+    axis.xaxis_date()
+    axis.set(ylabel="times the first measurement", yscale="log")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG (or whatever the suffix says) and closes the figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an SVG element to be put into a page; closes it."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _cycle() -> Iterable[str]:
+    while True:
+        yield from COLOURS
+
+
+def _grouped(lines: Sequence[Line], key: str) -> list[tuple[Any, list[Line]]]:
+    groups: dict[Any, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(line.get(key), []).append(line)
+    return sorted(groups.items(), key=lambda item: -1 if item[0] is None else item[0])
+
+
+def _words(case: Any) -> str:
+    return " ".join(f"{key}={value}" for key, value in case.items()) if isinstance(case, dict) else str(case)

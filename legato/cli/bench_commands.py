@@ -1,0 +1,245 @@
+"""The subcommands of `legato bench`: their flags and help.
+
+Imports what a subcommand needs when it runs, so that `legato --help` needs no torch. Called by `legato.__main__`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Literal
+
+import typer
+
+from legato.cli import options
+
+app = typer.Typer(no_args_is_help=True, help="Measures Legato, or any server.")
+
+
+@app.command("ops")
+def bench_ops(
+    folders: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Folders of ops, e.g. gemm; by default all.", show_default=False),
+    ] = None,
+    implementation: Annotated[
+        str,
+        typer.Option(
+            "--implementation", "-i", help="A name such as sm90 or reference; best: what an engine would bind; all."
+        ),
+    ] = "best",
+    case: Annotated[str, typer.Option(help="Only cases (or ops) whose name matches this shell pattern.")] = "*",
+    device: options.Device = "auto",
+    json: Annotated[
+        Path | None, typer.Option(help="Append one JSON object per case to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Times ops case by case, after checking each result, and compares with what memory and arithmetic allow.
+
+    Exit code 1 if a result is wrong: wrong results have no time.
+    """
+    from legato.cli.bench import bench_ops as run
+
+    if not run(folders or [], implementation, case, device, json):
+        raise typer.Exit(1)
+
+
+@app.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")],
+    prompts: Annotated[
+        str, typer.Option(help="held-out (code), synthetic, agents, random, or a file: lines, or JSON lines.")
+    ] = "held-out",
+    sessions: Annotated[int, typer.Option("--sessions", "-n", help="How many conversations are begun.")] = 32,
+    concurrency: Annotated[int, typer.Option(help="Closed loop: so many users, each waiting for the reply.")] = 1,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: sessions per second, whether or not the server keeps up.", show_default=False),
+    ] = None,
+    spacing: Annotated[Literal["poisson", "fixed"], typer.Option(help="Of an open loop's arrivals.")] = "poisson",
+    input_tokens: Annotated[
+        int | None, typer.Option(help="About so long a prompt (4 characters a token).", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="By default the server's own.", show_default=False)
+    ] = None,
+    entropy: Annotated[float, typer.Option(help="Bits per word of synthetic prompts.")] = 8.0,
+    turns: Annotated[int, typer.Option(help="Turns of each agent session.")] = 10,
+    think: Annotated[float, typer.Option(help="Seconds between a reply and the next turn.")] = 0.0,
+    goodput: Annotated[
+        str | None, typer.Option(help="What counts as good, e.g. ttft=500ms,tpot=20ms.", show_default=False)
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Sessions run before, one at a time, not counted.")] = 1,
+    api: Annotated[Literal["chat", "completions"], typer.Option(help="Which endpoint.")] = "chat",
+    model: Annotated[
+        str, typer.Option(help="Name in the requests; by default the first that is served.", show_default=False)
+    ] = "",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
+    ] = None,
+    extra: Annotated[
+        str, typer.Option(help='Further fields of each request, as a JSON object, e.g. {"ignore_eos": true}.')
+    ] = "{}",
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    random_with_speculation: Annotated[
+        bool, typer.Option("--random-with-speculation", help="Measure random words although the server drafts.")
+    ] = False,
+    json: Annotated[Path, typer.Option(help="JSON lines are appended here.")] = Path("bench-serve.jsonl"),
+) -> None:
+    """Measures a running server: latencies as users feel them, throughput, accept length.
+
+    Exit code 1 if a request failed.
+    """
+    from legato.bench.load.arrivals import ClosedLoop, OpenLoop
+    from legato.bench.load.endpoint import Endpoint, extra_fields
+    from legato.bench.load.prompts import Source
+    from legato.bench.load.run import Load
+    from legato.bench.load.statistics import Limits
+    from legato.cli.load import bench_serve as run
+
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    endpoint = Endpoint(url, model, api, headers, max_tokens, temperature, extra=extra_fields(extra))
+    load = Load(
+        Source(prompts, input_tokens, entropy, turns, seed),
+        sessions,
+        ClosedLoop(concurrency) if rate is None else OpenLoop(rate, spacing),
+        warmup,
+        think,
+        None if goodput is None else Limits.parse(goodput),
+        timeout,
+        random_with_speculation,
+        seed,
+    )
+    if not run(endpoint, load, json):
+        raise typer.Exit(1)
+
+
+NumList = Annotated[str, typer.Option(help="Numbers separated by commas.")]
+Plot = Annotated[
+    Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf (needs matplotlib).", show_default=False)
+]
+Paths = Annotated[list[Path], typer.Argument(help="Files of JSON lines, or folders of them.")]
+
+
+@app.command("pareto")
+def bench_pareto(
+    url: Annotated[
+        str,
+        typer.Option(help="A running server; by default one is started for each number of drafts.", show_default=False),
+    ] = "",
+    drafts: Annotated[str, typer.Option(help="Numbers of drafts (K) to sweep, for servers started here.")] = "0,3,5",
+    concurrency: Annotated[str, typer.Option(help="Users at a time to sweep.")] = "1,2,4,8",
+    sessions_per_user: Annotated[int, typer.Option(help="Requests of each user.")] = 4,
+    prompts: Annotated[str, typer.Option(help="As for bench serve.")] = "held-out",
+    input_tokens: Annotated[
+        int | None, typer.Option(help="About so long a prompt (4 characters a token).", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="By default the server's own.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
+    ] = None,
+    model: options.Model = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    json: Annotated[Path, typer.Option(help="JSON lines are appended here.")] = Path("bench-pareto.jsonl"),
+    plot: Plot = None,
+) -> None:
+    """Tokens/s of one user against tokens/s of all, over drafts and users, beside what memory would allow.
+
+    Exit code 1 if a request failed.
+    """
+    pictures = _pictures(plot)
+    from legato.bench.load.arrivals import ClosedLoop
+    from legato.bench.load.endpoint import Endpoint
+    from legato.bench.load.prompts import Source
+    from legato.bench.load.run import Load
+    from legato.bench.pareto import Sweep
+    from legato.cli.figures import bench_pareto as run
+    from legato.cli.figures import numbers
+    from legato.config import Config, ExecutionConfig
+
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    endpoint = Endpoint(url, model or "" if url else "", "chat", headers, max_tokens, temperature)
+    swept = () if url else numbers("--drafts", drafts)
+    sweep = Sweep(swept, numbers("--concurrency", concurrency), sessions_per_user)
+    arguments = ["--device", device]
+    arguments += [] if model is None else ["--model", model]
+    arguments += [] if threads is None else ["--threads", str(threads)]
+    config = Config(model=model, execution=ExecutionConfig(device=device, threads=threads))
+    load = Load(Source(prompts, input_tokens), 1, ClosedLoop(1))
+    found = run(endpoint, load, sweep, config, arguments, json)
+    if pictures is not None and plot is not None:
+        pictures.pareto(found, plot)
+    if any(line["summary"]["failed"] for line in found):
+        raise typer.Exit(1)
+
+
+@app.command("isl")
+def bench_isl(
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt; 1K is 1024.")] = "128,512,1K,2K,4K",
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated at each length.")] = 64,
+    model: options.Model = None,
+    num_drafts: options.NumDrafts = None,
+    device: options.Device = "auto",
+    context: options.Context = None,
+    latent: options.Latent = "auto",
+    index: options.Index = "auto",
+    threads: options.Threads = None,
+    op: options.Ops = None,
+    json: Annotated[Path, typer.Option(help="JSON lines are appended here.")] = Path("bench-isl.jsonl"),
+    plot: Plot = None,
+) -> None:
+    """Iteration time, accept length and tokens/s over the length of the prompt, for one user."""
+    pictures = _pictures(plot)
+    from legato.cli.figures import bench_isl as run
+    from legato.cli.figures import numbers
+
+    config = options.engine_config(
+        model=model,
+        device=device,
+        num_drafts=num_drafts,
+        context=context,
+        latent=latent,
+        index=index,
+        threads=threads,
+        ops=op,
+    )
+    found = run(config, numbers("--lengths", lengths), output_tokens, json)
+    if pictures is not None and plot is not None:
+        pictures.isl(found, plot)
+
+
+@app.command("timeline")
+def bench_timeline(paths: Paths, plot: Plot = None) -> None:
+    """What became faster: figures that were recorded more than once, from the first record to the last."""
+    pictures = _pictures(plot)
+    from legato.cli.figures import bench_timeline as run
+
+    found = run(paths)
+    if pictures is not None and plot is not None:
+        pictures.timeline(found, plot)
+
+
+@app.command("report")
+def bench_report(
+    paths: Paths,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("bench-report.html"),
+) -> None:
+    """One self-contained HTML page over measurements: pictures, tables, conditions, and what they do not show."""
+    from legato.cli.pictures import write_report
+
+    write_report(paths, output)
+
+
+def _pictures(plot: Path | None) -> ModuleType | None:
+    """What draws, if a picture is asked for: a missing matplotlib is noticed before anything is measured."""
+    if plot is None:
+        return None
+    from legato.cli import pictures
+
+    return pictures

@@ -1,0 +1,172 @@
+"""`legato bench pareto`, `isl` and `timeline`: sweeps with progress, tables, JSON lines.
+
+Owns what the terminal shows. Draws nothing (`legato.cli.pictures` does). Called by `legato.cli.bench_commands`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from legato.bench import isl, lines, pareto, timeline
+from legato.bench.load.endpoint import Endpoint
+from legato.bench.load.run import Load
+from legato.bench.load.statistics import cast_nan
+from legato.bench.memory import read_bytes_per_s
+from legato.bench.record import MEASURED_BANDWIDTH, Setting, append
+from legato.bench.roofline import Traffic, traffic
+from legato.config import Config, ConfigError
+from legato.engine.start import open_checkpoint
+from legato.llm import LLM
+
+FLOAT32_BYTES = 4
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """`1,2,4` as numbers; K's of 1024 as `1K`. Raises ConfigError with the option's name."""
+    try:
+        return tuple(
+            1024 * int(part[:-1]) if part[-1:].upper() == "K" else int(part)
+            for part in (piece.strip() for piece in text.split(",")) if part
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"{name} must be whole numbers separated by commas, got {text!r}") from error
+
+
+def bench_pareto(
+    endpoint: Endpoint, load: Load, sweep: pareto.Sweep, config: Config, arguments: Sequence[str], path: Path
+) -> list[dict[str, Any]]:
+    """Runs the sweep; returns its points as lines of a record, which are in the file by then."""
+    console = Console()
+    device, threads = torch.device("cpu"), config.execution.threads
+    roofline = None
+    if not endpoint.url:
+        device = torch.device("cuda" if config.execution.device.startswith("cuda") else "cpu")
+        roofline = _roofline(config, device, threads)
+    setting = Setting.here(device)
+    table = Table(
+        "K", "users", "tokens/s of one", "tokens/s per device", "accept length", "TTFT p50, ms", "failed", box=None
+    )
+    found: list[dict[str, Any]] = []
+    for point in pareto.measure(endpoint, load, sweep, arguments, lambda step: console.print(step, style="dim")):
+        line = _pareto_line(point, roofline)
+        append(path, [line], setting)
+        found.append(line)
+        ttft = point.result.summary.ttft.p50
+        table.add_row(
+            "-" if point.num_drafts is None else str(point.num_drafts),
+            str(point.concurrency),
+            _number(point.user_tokens_per_s),
+            _number(point.tokens_per_s),
+            "-" if point.result.accept is None else f"{point.result.accept.value:.2f}",
+            _number(1000 * ttft),
+            str(point.result.summary.failed),
+        )
+    console.print(table)
+    console.print(f"every figure: {path}", style="dim", highlight=False)
+    return found
+
+
+def _roofline(config: Config, device: torch.device, threads: int | None) -> tuple[Traffic, float]:
+    """What an iteration reads, and how fast memory gives it: measured on a CPU, on record for a GPU."""
+    checkpoint = open_checkpoint(config.model)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        if name not in MEASURED_BANDWIDTH:
+            raise ConfigError(f"the memory rate of {name} is not on record: there is no roofline to draw")
+        return traffic(checkpoint), MEASURED_BANDWIDTH[name]
+    return traffic(checkpoint, element_bytes=FLOAT32_BYTES), read_bytes_per_s(threads or torch.get_num_threads())
+
+
+def _pareto_line(point: pareto.Point, roofline: tuple[Traffic, float] | None) -> dict[str, Any]:
+    result, bound = point.result, None
+    if roofline is not None:
+        prompts, requests = result.summary.prompt_tokens or 0, result.summary.requests
+        bound = pareto.bound(*roofline, point, prompts // requests + result.endpoint.max_tokens // 2)
+    line = {
+        "bench": "pareto",
+        "name": result.endpoint.model,
+        "implementation": "http",
+        "case": {
+            "concurrency": point.concurrency,
+            "prompts": result.load.source.label,
+            "max_tokens": result.endpoint.max_tokens,
+            "temperature": result.endpoint.temperature,
+        },
+        "batch": point.concurrency,
+        "k": point.num_drafts,
+        "median_us": 1e6 * point.iteration_s,
+        "user_tokens_per_s": point.user_tokens_per_s,
+        "tokens_per_s_per_device": point.tokens_per_s,
+        "accept_length": None if result.accept is None else result.accept.value,
+        "accept_length_simulated": False,
+        "random_prompts": result.load.source.is_random,
+        "roofline": None
+        if bound is None
+        else {"user_tokens_per_s": bound.user_tokens_per_s, "tokens_per_s_per_device": bound.tokens_per_s},
+        "roofline_bytes_per_s": None if roofline is None else roofline[1],
+        "correct": None,
+        "summary": result.summary.fields(),
+    }
+    return cast_nan(line)
+
+
+def bench_isl(config: Config, lengths: Sequence[int], output_tokens: int, path: Path) -> list[dict[str, Any]]:
+    """Measures length by length; returns the points as lines of a record, which are in the file by then."""
+    console = Console()
+    llm = LLM(config=config)
+    device = torch.device(llm.settings.device)
+    setting = Setting.here(device)
+    on_cpu = device.type == "cpu"
+    read = traffic(llm.checkpoint, element_bytes=FLOAT32_BYTES if on_cpu else None)
+    rate = (
+        read_bytes_per_s(torch.get_num_threads())
+        if on_cpu
+        else MEASURED_BANDWIDTH.get(torch.cuda.get_device_name(device))
+    )
+    table = Table(
+        "prompt", "first token, s", "ms per iteration", "% of roofline", "accept length", "tokens/s", box=None
+    )
+    found: list[dict[str, Any]] = []
+    for point in isl.measure(
+        llm, lengths, output_tokens, read, rate, lambda n: console.print(f"{n} tokens", style="dim")
+    ):
+        line = point.fields(llm)
+        append(path, [line], setting)
+        found.append(line)
+        table.add_row(
+            str(point.input_tokens),
+            f"{point.prefill_s:.2f}",
+            f"{1e3 * point.iteration_s:.2f}",
+            "-" if point.floor_s is None else f"{100 * point.floor_s / point.iteration_s:.0f}",
+            f"{point.accept_length:.2f}",
+            f"{point.tokens_per_s:.1f}",
+        )
+    console.print(table)
+    console.print(f"every figure: {path}", style="dim", highlight=False)
+    return found
+
+
+def bench_timeline(paths: Sequence[Path]) -> list[timeline.Series]:
+    """The table of figures that were recorded more than once, largest gain first."""
+    console = Console()
+    found = timeline.series(lines.read(paths))
+    if not found:
+        console.print("No figure has been recorded twice yet: there is no history to show.")
+        return found
+    table = Table("figure", "from", "us", "to", "us", "times", box=None)
+    for row in found:
+        (first, _, before), (last, _, now) = row.points[0], row.points[-1]
+        table.add_row(row.name, first[:10], f"{before:.1f}", last[:10], f"{now:.1f}", f"{row.speedup:.2f}")
+    console.print(table)
+    return found
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f}"

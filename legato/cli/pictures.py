@@ -1,0 +1,49 @@
+"""Pictures and the report page of `legato bench`, written to files.
+
+Importing it fails with a ConfigError where matplotlib is missing: so it is imported before anything is measured. Called by
+`legato.cli.bench_commands`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from legato.bench import plots, report
+from legato.bench.lines import Line, read
+from legato.bench.timeline import Series
+
+_CONSOLE = Console()
+
+
+def pareto(found: Sequence[Line], path: Path) -> None:
+    """One user against all users."""
+    _save(plots.pareto(found), path)
+
+
+def isl(found: Sequence[Line], path: Path) -> None:
+    """Over the length of the prompt."""
+    _save(plots.isl(found), path)
+
+
+def timeline(found: Sequence[Series], path: Path) -> None:
+    """Speed relative to each figure's first record."""
+    if found:
+        rows = [(row.name, [(date, 1 / us) for date, _, us in row.points]) for row in found]
+        _save(plots.timeline(rows), path)
+
+
+def write_report(paths: Sequence[Path], destination: Path) -> None:
+    """The page over every line of the files and folders."""
+    found = read(paths)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    destination.write_text(report.page(found), encoding="utf-8")
+    _CONSOLE.print(f"{destination}: {len(found)} lines", highlight=False)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    plots.save(figure, path)
+    _CONSOLE.print(f"picture: {path}", style="dim", highlight=False)

@@ -1,0 +1,136 @@
+"""Measurements read back: damaged lines are named, history finds what was measured twice, the page holds everything it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.bench import lines, timeline
+from legato.bench.load.prompts import Source
+from legato.bench.load.run import Load
+from legato.bench.pareto import Sweep, bound, measure
+from legato.bench.roofline import Traffic
+from legato.cli.figures import numbers
+from legato.config import ConfigError
+from tests.bench.load.fake_server import FakeServer, Script
+
+SETTING = {"gpu": None, "commit": "abc", "dirty": False, "command": "legato bench <it>", "date": "2026-11-29T10:00:00"}
+
+
+def figure(us: float, commit: str, date: str, **changes: Any) -> dict[str, Any]:
+    base = {"bench": "ops", "name": "top_k", "implementation": "sm90", "case": {"rows": 6}, "correct": True}
+    return {**base, "median_us": us, "commit": commit, "date": date, "gpu": "H200", **changes}
+
+
+def written(path: Path, found: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in found))
+    return path
+
+
+def test_folders_are_read_whole_and_requests_are_no_figures(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    written(tmp_path / "a" / "x.jsonl", [{"bench": "serve", "request": {}}, {"bench": "serve", "summary": {}}])
+    written(tmp_path / "y.jsonl", [figure(1.0, "c", "d")])
+    found = lines.read([tmp_path])
+    assert len(found) == 3 and len(lines.of(found, "serve")) == 1 and found[0]["file"].endswith("x.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "line 1: is not JSON"), ("[1]", "which bench"), ("{}", "which bench")]
+)
+def test_damaged_records_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        lines.read([path])
+
+
+def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        lines.read([tmp_path / "none"])
+    with pytest.raises(ConfigError, match="no measurements"):
+        lines.read([tmp_path])
+
+
+def test_history_is_the_best_of_each_commit_and_leaves_wrong_results_out() -> None:
+    found = timeline.series(
+        [
+            figure(40.0, "a", "2026-01-01", implementation="reference"),
+            figure(20.0, "b", "2026-01-02"),
+            figure(22.0, "b", "2026-01-02"),
+            figure(1.0, "c", "2026-01-03", correct=False),
+            figure(9.0, "d", "2026-01-03", gpu="H100"),
+            figure(9.0, "d", "2026-01-03", case={"rows": 7}),
+            figure(10.0, "e", "2026-01-04"),
+        ]
+    )
+    assert [[point[2] for point in row.points] for row in found] == [[40.0, 20.0, 10.0]]
+    assert found[0].speedup == 4.0
+
+
+def test_lists_of_numbers() -> None:
+    assert numbers("--lengths", "128, 1K,2k") == (128, 1024, 2048) and numbers("--drafts", "") == ()
+    with pytest.raises(ConfigError, match="--drafts"):
+        numbers("--drafts", "1,x")
+
+
+def test_a_sweep_measures_each_number_of_users_on_a_running_server(tmp_path: Path) -> None:
+    from legato.bench.load.arrivals import ClosedLoop
+    from legato.bench.load.endpoint import Endpoint
+
+    load = Load(Source("synthetic", input_tokens=5), 1, ClosedLoop(1), warmup=0)
+    with FakeServer(Script(first_s=0.02, gap_s=0.02, chunk_tokens=(2, 2, 2), metrics=True)) as server:
+        endpoint = Endpoint(server.url, "", max_tokens=16)
+        points = list(measure(endpoint, load, Sweep((), (1, 3), 2), (), lambda _: None))
+        asked = len(server.seen)
+    assert [point.result.summary.requests for point in points] == [2, 6] and asked == 8
+    assert points[1].tokens_per_s > 1.5 * points[0].tokens_per_s
+    assert points[0].iteration_s == pytest.approx(0.02, rel=0.5)
+    assert bound(Traffic(None, 1, 1, 1, 1, 1, 1, 1), 1e9, points[0], 10) is None, "K is the server's own secret"
+
+
+def test_a_server_that_does_not_come_up_is_quoted() -> None:
+    from legato.bench.load.arrivals import ClosedLoop
+    from legato.bench.load.endpoint import Endpoint
+
+    load = Load(Source("synthetic"), 1, ClosedLoop(1))
+    with pytest.raises(ConfigError, match="no-such-flag"):
+        list(measure(Endpoint("", ""), load, Sweep((0,), (1,)), ("--no-such-flag",), lambda _: None))
+
+
+def summary(ttft: float | None = 0.1) -> dict[str, Any]:
+    spread = {"mean": ttft, "p50": ttft, "p90": ttft, "p99": ttft, "largest": ttft, "count": 1}
+    kinds = dict.fromkeys(("ttft", "tpot", "chunk_gap", "e2e", "lag"), spread)
+    return {**kinds, "requests": 4, "failed": 1, "tokens_per_s": 50.0, "goodput_per_s": None}
+
+
+def test_the_page_shows_every_benchmark_and_names_what_it_leaves_out() -> None:
+    pytest.importorskip("matplotlib")
+    from legato.bench import report
+
+    serve_case = {"arrivals": "closed <loop>", "prompts": "held-out", "max_tokens": 8}
+    found = [
+        {**SETTING, "bench": "serve", "name": "m", "case": serve_case, "summary": summary(), "accept_length": {"value": 2.5}},
+        {**SETTING, "bench": "serve", "name": "m", "case": serve_case, "summary": summary(None), "accept_length": None},
+        {
+            **SETTING, "bench": "pareto", "name": "m", "case": {"concurrency": 2}, "k": 5, "median_us": 9e4, "summary": summary(),
+            "user_tokens_per_s": 30.0, "tokens_per_s_per_device": 55.0, "accept_length": 2.0,
+            "roofline": {"user_tokens_per_s": 60.0, "tokens_per_s_per_device": 120.0},
+        },
+        {
+            **SETTING, "bench": "isl", "name": "m", "implementation": "cpu", "k": 5, "context": 512, "median_us": 7e4,
+            "accept_length": 3.0, "accept_length_simulated": True, "tokens_per_s": 40.0, "prefill_s": 1.0, "floor_us": 3e4,
+        },
+        {**SETTING, **figure(5.0, "a", "2026-11-29"), "roofline_percent": 50.0},
+        {**SETTING, **figure(5.0, "a", "2026-11-29"), "correct": False, "roofline_percent": 99.0, "name": "wrong_op"},
+        {**SETTING, "bench": "soak"},
+    ]  # fmt: skip
+    page = report.page(found)
+    assert page.count("<svg") == 4 and "Not shown here: soak" in page and "simulated" in page
+    assert "closed &lt;loop&gt;" in page and "closed <loop>" not in page and "legato bench &lt;it&gt;" in page
+    assert not re.search(r"(src|href)=[\"']?https?:", page), "self-contained"
+    assert "2.50" in page and page.count("What it does not show") == 4

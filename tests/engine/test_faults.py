@@ -84,10 +84,10 @@ def test_engine_killed_while_idle() -> None:
 @pytest.mark.parametrize("work", [True, False])
 def test_engine_frozen(work: bool) -> None:
     async def test() -> None:
-        async with running(settings(0.05), stall_s=1.5) as client:
+        async with running(settings(0.05), stall_s=1.0) as client:
             readers = await working(client) if work else []
             os.kill(client.pid, signal.SIGSTOP)
-            await asyncio.wait_for(client.failed.wait(), 1.5 + SEEN_S)
+            await asyncio.wait_for(client.failed.wait(), 1.0 + SEEN_S)
             await all_fail(client, readers, "nothing was heard of it", SEEN_S)
 
     run(test())
@@ -95,10 +95,10 @@ def test_engine_frozen(work: bool) -> None:
 
 def test_a_turn_that_never_ends() -> None:
     async def test() -> None:
-        async with running(settings(0.05), stall_s=1.5) as client:
+        async with running(settings(0.05), stall_s=1.0) as client:
             readers = await working(client, 2)
             readers.append(asyncio.create_task(tokens_of(client, request((standin.SLEEPS, 1)))))
-            await all_fail(client, readers, "stalled", 1.5 + SEEN_S)
+            await all_fail(client, readers, "stalled", 1.0 + SEEN_S)
 
     run(test())
 
@@ -107,9 +107,9 @@ def test_turns_that_bring_nobody_further() -> None:
     """The process is alive and says so, and yet nothing happens."""
 
     async def test() -> None:
-        async with running(stall_s=1.5, kind="livelocked") as client:
+        async with running(stall_s=1.0, kind="livelocked") as client:
             readers = [asyncio.create_task(tokens_of(client, request(seed=n))) for n in range(2)]
-            await all_fail(client, readers, "none of 2 open requests moved", 1.5 + SEEN_S)
+            await all_fail(client, readers, "none of 2 open requests moved", 1.0 + SEEN_S)
 
     run(test())
 
@@ -167,7 +167,7 @@ def test_exception_in_a_step(overlap: str, capfd: pytest.CaptureFixture[str]) ->
 
 def test_a_crash_in_a_step_leaves_its_place_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
-        async with running(settings(0.02)) as client:
+        async with running(settings(0.05)) as client:
             readers = await working(client, 2)
             readers.append(asyncio.create_task(tokens_of(client, request((standin.CRASHES,)))))
             await all_fail(client, readers, "was killed by SIGSEGV", SEEN_S)

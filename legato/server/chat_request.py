@@ -6,14 +6,14 @@ nothing of replies. Called by `server.openai_chat`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, WithJsonSchema
 
 from legato.server.answer import Answer
-from legato.server.chat import ChatTemplate
+from legato.server.chat import ChatError, ChatTemplate
 from legato.server.constraint import constrained
 from legato.server.generation import Job, Reader
 from legato.server.sampling_fields import NotSupported, SamplingFields
@@ -22,6 +22,7 @@ from legato.server.tools import Tools
 from legato.server.validation import RequestModel
 from legato.types import MAX_LOGPROBS, ParameterError
 
+MAX_DEPTH = 8
 MESSAGE_SCHEMA: dict[str, Any] = {
     "title": "Message",
     "type": "object",
@@ -200,10 +201,17 @@ def chat_job(service: Service, request: ChatRequest, id: str) -> ChatJob:
     num_top = request.num_logprobs()
     params = request.sampling(service.settings.defaults, limits, request.length())
     template = service.template
-    prompt = template.render(
-        request.messages, None if tools is None else tools.definitions, **request.template_arguments(template)
-    )
+    service.check_text(texts_in(request.messages), "messages")
+    arguments = request.template_arguments(template)
+    try:
+        prompt = template.render(request.messages, None if tools is None else tools.definitions, **arguments)
+    except ChatError as error:
+        name = str(error).partition(":")[0]
+        if name not in (request.chat_template_kwargs or {}):
+            raise
+        raise ParameterError(f"chat_template_kwargs.{name}", str(error).partition(": ")[2]) from error
     ids = service.check_length(prompt.ids, "messages")
+    service.check_minimum(params.min_tokens, len(ids))
     response_format = None if request.response_format is None else request.response_format.model_dump(by_alias=True)
     stop, in_reasoning = params.stop, prompt.in_reasoning
     params = constrained(
@@ -224,3 +232,13 @@ def chat_job(service: Service, request: ChatRequest, id: str) -> ChatJob:
         cache_salt=request.cache_salt or "",
     )
     return ChatJob(job, num_top)
+
+
+def texts_in(value: Any, depth: int = 0) -> Iterator[str]:
+    """Every string in messages, as deep as messages go."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict) and depth < MAX_DEPTH:
+        inner = cast(dict[str, Any], value).values() if isinstance(value, dict) else cast(list[Any], value)
+        for each in inner:
+            yield from texts_in(each, depth + 1)

@@ -168,11 +168,11 @@ def _prepare(service: Service, request: GenerateRequest) -> _Wanted:
     jobs: list[Job] = []
     for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
         place = f"{name}[{number}]" if is_batch else name
-        ids = (
-            service.check_length(service.text.tokenizer.encode_prompt(prompt), place)
-            if isinstance(prompt, str)
-            else service.check_ids(prompt, place)
-        )
+        if isinstance(prompt, str):
+            service.check_text([prompt], place)
+            ids = service.check_length(service.text.tokenizer.encode_prompt(prompt), place)
+        else:
+            ids = service.check_ids(prompt, place)
         jobs.append(_job(service, request, one, id, ids, None if start is None else num_top, num_top))
     is_single = not is_batch and (each[0].n or 1) == 1
     return _Wanted(tuple(jobs), num_top, start, bool(request.return_text_in_logprobs), is_single, arrived)
@@ -189,6 +189,7 @@ def _job(
 ) -> Job:
     limits, tokenizer = service.settings.limits, service.text.tokenizer
     params = sampling.fields().sampling(service.settings.defaults, limits, sampling.max_new_tokens or 128)
+    service.check_minimum(params.min_tokens, len(ids))
     stop, keep_stop = params.stop, bool(sampling.no_stop_trim)
     params = replace(
         params,

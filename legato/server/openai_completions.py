@@ -125,7 +125,11 @@ def _prepare(service: Service, request: CompletionRequest, id: str) -> Prepared:
     jobs: list[Job] = []
     for number, prompt in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
-        ids = service.check_length(encode(prompt), name) if isinstance(prompt, str) else service.check_ids(prompt, name)
+        if isinstance(prompt, str):
+            service.check_text([prompt], name)
+            ids = service.check_length(encode(prompt), name)
+        else:
+            ids = service.check_ids(prompt, name)
         jobs.append(_job(service, request, id, ids, params, stop))
     echo = None
     if request.echo:

@@ -10,8 +10,9 @@ import asyncio
 import difflib
 import importlib.metadata
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from legato.server.chat import ChatError, ChatTemplate
@@ -25,6 +26,10 @@ from legato.types import ParameterError
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenized in a thread: shorter ones take less than a millisecond or two."""
+
+SURELY_SHORT = 8
+"""Characters per token of the context up to which a text is simply tokenized."""
+SLICE, CUT = 65_536, 8
 
 T = TypeVar("T")
 
@@ -69,7 +74,7 @@ class Service:
     @classmethod
     def of(cls, engine: EngineClient, text: ModelText, settings: ServerSettings, metrics: Metrics) -> Service:
         """The parts joined; a model without a name is called as its checkpoint was asked for."""
-        names = settings.model_names or (engine.info.model,)
+        names = settings.model_names or (name_of(engine.info.model),)
         generations = Generations(engine, text.tokenizer.stop_ids, metrics)
         return cls(engine, text, settings, metrics, generations, names)
 
@@ -129,9 +134,47 @@ class Service:
             )
         return tuple(ids)
 
+    def check_text(self, texts: Iterable[str], field_name: str) -> None:
+        """Refuses texts that are far too long for the context after tokenizing a part of them: the whole could take a minute.
+
+        Raises:
+            ApiError: there are more tokens than the context holds.
+        """
+        context, count = self.engine.info.context, 0
+        several = list(texts)
+        if sum(map(len, several)) <= SURELY_SHORT * context:
+            return
+        for text in several:
+            for start in range(0, len(text), SLICE):
+                # A cut may split a token; no cut makes as many as CUT out of fewer.
+                count += max(0, len(self.text.tokenizer.encode(text[start : start + SLICE])) - CUT)
+                if count >= context:
+                    raise ApiError(
+                        400,
+                        f"{field_name}: the prompt has more than {count} tokens; the context of {context} must also hold at "
+                        "least one new token",
+                        param=field_name,
+                        code="context_length_exceeded",
+                    )
+
+    def check_minimum(self, min_tokens: int, prompt_len: int) -> None:
+        """Raises `ParameterError` where the context ends before an answer may."""
+        room = self.engine.info.context - prompt_len
+        if min_tokens > room:
+            raise ParameterError(
+                "min_tokens",
+                f"{min_tokens} is more than the context has room for: {room} behind a prompt of {prompt_len} tokens",
+            )
+
     async def beside(self, work: Callable[[], T], num_characters: int) -> T:
         """Runs `work` on a text of so many characters: in a thread where that could hold up other requests' tokens."""
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
+
+
+def name_of(model: str) -> str:
+    """What a model is called whose name nobody chose: a hub id as it is, a directory by its last part (paths are not told)."""
+    path = Path(model)
+    return path.resolve().name if path.is_absolute() or model.startswith((".", "~")) or path.is_dir() else model
 
 
 def legato_version() -> str:

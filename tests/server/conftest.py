@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from legato.config import Config, ExecutionConfig, ScheduleConfig
+from legato.server.app import create_app
 from legato.server.chat import ChatTemplate
+from legato.server.client import EngineClient
+from legato.server.metrics import Metrics
 from legato.server.service import ModelText
+from legato.server.settings import SamplingDefaults, ServerSettings
 from legato.server.text import Folder, Tokenizer
 from tests import tiny_text
+from tests.server.live import Live
 
 SMALL = Path(__file__).resolve().parents[2] / "legato" / "checkpoints" / "small"
 
@@ -69,3 +76,21 @@ def template_5_3(tokenizer: Tokenizer) -> ChatTemplate:
 def small_text() -> ModelText:
     """The text side of the checkpoint that ships with the package."""
     return ModelText.open(Folder(SMALL))
+
+
+@pytest.fixture(scope="session")
+def real() -> Iterator[Live]:
+    """A server around a real engine in its own process, for all tests: the checkpoint of the package, in a context of 2048."""
+
+    async def start() -> tuple[Any, Callable[[], Awaitable[None]]]:
+        config = Config(schedule=ScheduleConfig(context=2048, max_running=4), execution=ExecutionConfig(threads=1))
+        client = await EngineClient.start(config)
+        files = Folder(Path(client.info.folder))
+        metrics = Metrics("small", num_drafts=client.info.num_drafts, cache_tokens=client.info.cache_tokens)
+        metrics.watch(lambda: client.last_report)
+        settings = ServerSettings(model_names=("small",), defaults=SamplingDefaults.of_checkpoint(files.text))
+        return create_app(client, ModelText.open(files), settings, metrics), client.close
+
+    live = Live(start)
+    yield live
+    live.close()

@@ -1,0 +1,143 @@
+"""The unmodified `openai` client against a real engine on the CPU: chat, streams, tools, parse, completions, models, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from tests.server.live import Live
+
+MODEL = "small"
+HI: Any = [{"role": "user", "content": "Add two and three."}]
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUICK: Any = {"reasoning_effort": "none", "seed": 1, "temperature": 0}
+
+
+class Sure(pydantic.BaseModel):
+    sure: bool
+
+
+@pytest.fixture(scope="module")
+def client(real: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_a_stream_gives_what_the_whole_reply_gives(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": HI,
+        "max_tokens": 24,
+        "seed": 3,
+        "extra_body": {"thinking_token_budget": 8},
+    }
+    whole = client.chat.completions.create(**asked)
+    reasoning = content = ""
+    reason, usage = None, None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            content += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+    message: Any = whole.choices[0].message
+    assert (message.reasoning_content, message.content, whole.choices[0].finish_reason) == (reasoning, content, reason)
+    assert message.reasoning == reasoning and reasoning and content
+    assert usage is not None and whole.usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert whole.usage.completion_tokens_details is not None
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 8
+
+
+def test_parse_gives_an_object(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(
+        model=MODEL, messages=HI, response_format=Sure, max_tokens=64, seed=2, extra_body={"thinking_token_budget": 4}
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Sure)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_tools_are_called_with_arguments_that_fit(client: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": HI,
+        "tools": [ADD],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        **QUICK,
+    }
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.tool_calls is not None
+    call: Any = whole.message.tool_calls[0]
+    assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
+    with client.chat.completions.stream(**asked) as stream:
+        final: Any = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert [each.function.arguments for each in final.message.tool_calls] == [call.function.arguments]
+
+
+def test_a_conversation_with_a_tool_goes_on(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(
+        model=MODEL, messages=HI, tools=[ADD], tool_choice="required", parallel_tool_calls=False, **QUICK
+    ).choices[0]
+    assert first.message.tool_calls
+    history: Any = [
+        *HI,
+        first.message.model_dump(),
+        {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "5"},
+    ]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=history, tools=[ADD], tool_choice="none", max_tokens=8, **QUICK
+    )
+    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+
+
+def test_text_completions(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "prompt": ["import ", "def f("],
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": 2,
+        "seed": 1,
+    }
+    whole = client.completions.create(**asked)
+    texts = ["", ""]
+    for chunk in client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert [choice.text for choice in whole.choices] == texts
+    assert all(choice.logprobs and len(choice.logprobs.token_logprobs or ()) == 6 for choice in whole.choices)
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=HI)
+    assert missing.value.code == "model_not_found" and missing.value.param == "model"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=HI, max_tokens=5000)
+    assert bad.value.code == "context_length_exceeded" and "2048" in str(bad.value) and "5000" in str(bad.value)
+    with pytest.raises(openai.BadRequestError, match="did you mean temperature"):
+        client.chat.completions.create(model=MODEL, messages=HI, extra_body={"temprature": 1})

@@ -264,11 +264,27 @@ def frame(message: ToEngine | FromEngine) -> bytes:
     return len(payload).to_bytes(HEADER_BYTES, "big") + payload
 
 
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise MessageError(f"a frame of {len(payload)} bytes is no message: {error}") from error
+
+
+def check(message: ToEngine) -> None:
+    """Raises `MessageError` where the engine could not read a message: a value is not of its field's type."""
+    _read(_TO_ENGINE, frame(message)[HEADER_BYTES:])
+
+
 class Frames(Generic[M]):
     """Cuts a stream of bytes into messages of one direction, however it was cut on its way."""
 
-    def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
+    def __init__(self, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        self._decoder = decoder
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[M]:
@@ -284,22 +300,16 @@ class Frames(Generic[M]):
                 if len(self._buffer) < body + length:
                     break
                 start = body + length
-                yield self._decode(bytes(self._buffer[body:start]))
+                yield _read(self._decoder, bytes(self._buffer[body:start]))
         finally:
             del self._buffer[:start]
-
-    def _decode(self, payload: bytes) -> M:
-        try:
-            return self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
-            raise MessageError(f"a frame of {len(payload)} bytes is no message: {error}") from error
 
 
 def to_engine() -> Frames[ToEngine]:
     """Reads what the server's side wrote."""
-    return Frames(ToEngine)
+    return Frames(_TO_ENGINE)
 
 
 def from_engine() -> Frames[FromEngine]:
     """Reads what the engine's side wrote."""
-    return Frames(FromEngine)
+    return Frames(_FROM_ENGINE)

@@ -220,7 +220,10 @@ class EngineClient:
             self._state = "closed"
             self._give_up(EngineFailed("the engine was closed"))
             self._send(messages.Stop())
-        await self._child.wait(CLOSE_S if self._has_started and self._failure is None else 0.0)
+        if self._failure is not None:
+            await self._child.wait(GRACE_S)
+        else:
+            await self._child.wait(CLOSE_S if self._has_started else 0.0)
         if self._overseer is not None:
             await self._overseer
         if self._transport is not None:
@@ -352,7 +355,8 @@ class EngineClient:
         """The first failure counts. What follows from closing is none."""
         if self._failure is None and self._state != "closed":
             self._failure, self._state = failure, "failed"
-            LOG.error("the engine failed: %s", failure)
+            if self._has_started:  # else whoever starts it is told, and says so
+                LOG.error("the engine failed: %s", failure)
             self.failed.set()
         self._give_up(failure)
 

@@ -117,8 +117,7 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 def _check_readable(submit: messages.Submit) -> None:
     """What the other side could not read would end it, and everyone else's requests with it."""
     try:
-        for _ in messages.to_engine().feed(messages.frame(submit)):
-            pass
+        messages.check(submit)
     except messages.MessageError as error:
         found = re.search(r"(Expected [^-]*) - at `\$\[(\d+)\](?:\.(\w+))?", str(error))
         if found is None:

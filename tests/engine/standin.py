@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -141,7 +141,7 @@ def settings(pace_s: float = 0.0, *, tokens: int | None = None, prefix: bool = T
 @asynccontextmanager
 async def running(
     config: Config | None = None, stall_s: float = 60.0, kind: str = "assemble"
-) -> AsyncIterator[EngineClient]:
+) -> AsyncGenerator[EngineClient]:
     client = await EngineClient.start(config or settings(), stall_s=stall_s, engine=f"{__name__}:{kind}")
     try:
         yield client

@@ -1,5 +1,7 @@
 """The launches of an iteration against figures worked out by hand."""
 
+import itertools
+
 import pytest
 
 from legato.bench.launches import BF16_BITS, GLM_5_2, Rank, distinct_experts, iteration
@@ -24,7 +26,7 @@ def test_bytes_of_a_rank_of_8() -> None:
     verify = sum(launch.weight_bytes for launch in launches[: starts[0]])
     assert verify == pytest.approx(16.0e9, rel=0.005)
     parts = [*starts, len(launches)]
-    steps = [sum(launch.weight_bytes for launch in launches[a:b]) for a, b in zip(parts, parts[1:])]
+    steps = [sum(launch.weight_bytes for launch in launches[a:b]) for a, b in itertools.pairwise(parts)]
     assert steps[0] == pytest.approx(0.9e9, rel=0.05) and steps[1] == pytest.approx(0.535e9, rel=0.03)
     assert len(set(steps[1:])) == 1
 

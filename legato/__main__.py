@@ -193,6 +193,38 @@ def quantize(
     write(model, destination, target, Existing.REPLACE if replace else Existing.REFUSE, round(shard_size * 1e6))
 
 
+@app.command("validate")
+def validate_server(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, e.g. http://127.0.0.1:30000.")],
+    model: Annotated[
+        str, typer.Option(help="Name in the requests; by default the first that is served.", show_default=False)
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="LEGATO_API_KEY", help="Sent as a bearer token.", show_default=False)
+    ] = "",
+    quality: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(help="Ask what only a large model knows; auto: unless it is the checkpoint of the package."),
+    ] = "auto",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Name of a check; may be repeated. By default all.", show_default=False)
+    ] = None,
+    accept_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt for the accept length.")] = 256,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a request counts as failed.")] = 600.0,
+    output: Annotated[Literal["text", "json"], typer.Option(help="text, or JSON on stdout.")] = "text",
+) -> None:
+    """First run against a server: right answers, accept length beside the published one, known kinds of fault by name.
+
+    Exit code 1 if a check fails, 2 if nobody can be asked.
+    """
+    from legato.cli.validate import Wanted, run
+
+    knows_nothing = {"auto": None, "on": False, "off": True}[quality]
+    wanted = Wanted(url, model, api_key, knows_nothing, tuple(only or ()), timeout, accept_tokens)
+    if not run(wanted, output):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Runs the command line; the user's faults end in one message and exit code 2, never in a traceback."""
     try:

@@ -19,6 +19,8 @@ Switch = Literal["auto", "on", "off"]
 
 MAX_DRAFTS = 7
 PAGE_SIZE = 64
+CPU_SCORE_BYTES, GPU_SCORE_BYTES = 1 << 26, 1 << 30
+"""Budgets of index scores unless one is set: 64 MiB on a CPU, 1 GiB on a GPU."""
 
 
 class ConfigError(ValueError):
@@ -53,13 +55,16 @@ class ScheduleConfig:
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
     """Where and how tensors are computed. `threads` of the CPU; `None`: one core less than there are, at most 4. `ops`
-    overrides the implementation of single ops, e.g. `{"attend": "reference"}`."""
+    overrides the implementation of single ops, e.g. `{"attend": "reference"}`. `score_bytes` bounds the memory for index scores,
+    which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a CPU, 1 GiB on
+    a GPU."""
 
     device: str = "auto"
     dtype: DType = "auto"
     overlap: Switch = "auto"
     threads: int | None = None
     ops: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    score_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ class Config:
             raise ConfigError(
                 f"host_tokens {self.cache.host_tokens} needs the prefix cache, which is off: switch it on, or use 0"
             )
+        if self.execution.score_bytes is not None and self.execution.score_bytes < 1 << 20:
+            raise ConfigError(f"score_bytes must be at least one MiB (1048576), got {self.execution.score_bytes}")
         if self.execution.threads is not None and self.execution.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.execution.threads}")
 
@@ -124,6 +131,7 @@ class Resolved:
     ops: Mapping[str, str]
     prefix_cache: bool = True
     host_tokens: int = 0
+    score_bytes: int = CPU_SCORE_BYTES
     max_waiting: int | None = None
     verify_speculation: float = 0.0
 
@@ -136,6 +144,12 @@ class Resolved:
     def host_pages(self) -> int:
         """Slots of host memory for evicted pages."""
         return -(-self.host_tokens // PAGE_SIZE)
+
+
+def score_rows(score_bytes: int, context: int) -> int:
+    """How many rows at a time the indexer may score against `context` tokens: 8 bytes for each, since the reference of the
+    selection ranks scores as 64-bit integers. One row is always possible."""
+    return max(1, score_bytes // (8 * PAGE_SIZE * -(-context // PAGE_SIZE)))
 
 
 def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available: bool) -> Resolved:
@@ -183,6 +197,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         ops=execution.ops,
         prefix_cache=config.cache.prefix,
         host_tokens=config.cache.host_tokens,
+        score_bytes=execution.score_bytes or (CPU_SCORE_BYTES if on_cpu else GPU_SCORE_BYTES),
         max_waiting=schedule.max_waiting,
         verify_speculation=config.verify_speculation,
     )

@@ -10,6 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from legato.cli.loading import score_memory
+from legato.config import GPU_SCORE_BYTES
 from legato.model.checkpoint import Checkpoint
 from legato.model.convert import Existing, Target, convert
 from legato.model.footprint import plan
@@ -19,7 +21,10 @@ from legato.model.footprint_text import render, size
 def show_plan(model: str, ranks: list[int], gpu_gigabytes: float) -> bool:
     """Prints the memory plan of a checkpoint, from its headers. False if it cannot run."""
     footprint = plan(model, ranks=ranks, gpu_bytes=round(gpu_gigabytes * 1e9))
-    Console().print(render(footprint))
+    console = Console()
+    console.print(render(footprint))
+    if footprint.spec is not None:
+        console.print(score_memory(GPU_SCORE_BYTES, footprint.spec.max_position), highlight=False)
     return footprint.refusal is None
 
 

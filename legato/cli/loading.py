@@ -10,7 +10,7 @@ import math
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from legato.config import Config, ConfigError
+from legato.config import Config, ConfigError, score_rows
 from legato.llm import LLM
 from legato.ops import BindError
 from legato.types import Stats
@@ -30,9 +30,17 @@ def load(config: Config, console: Console) -> LLM:
             bar.update(task, completed=done_bytes, total=total_bytes, description=label)
 
         try:
-            return LLM(config=config, progress=show)
+            llm = LLM(config=config, progress=show)
         except BindError as error:
             raise ConfigError(f"--op: {error}") from error
+    console.print(score_memory(llm.settings.score_bytes, llm.settings.context), style="dim", highlight=False)
+    return llm
+
+
+def score_memory(score_bytes: int, context: int) -> str:
+    """What the indexer may use for its scores, and how many rows at a time that is when the context is full."""
+    rows = score_rows(score_bytes, context)
+    return f"index scores: {score_bytes >> 20} MiB budget, tiles of {rows:,} rows at context {context:,}"
 
 
 def speed(stats: Stats) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from legato.config import PAGE_SIZE, score_rows
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import AttentionWeights, IndexerWeights
@@ -76,6 +77,8 @@ def select(
 ) -> Selection:
     """The indexer: stores the rows' index keys, scores every visible key and keeps the `index_topk` best.
 
+    A few rows at a time, so that the scores keep to `step.score_bytes` however long the context is; no bit depends on how many.
+
     score(n, j) = sum_h gate_h(n) * relu(q_h(n) . k(j)), with gate = weights_proj(x) * I^-1/2 * X^-1/2. Positional rotation is on
     the *first* R dims (the main heads have it last). No Hadamard transform: it would cancel in the product.
 
@@ -97,5 +100,15 @@ def select(
     gates = linear_bf16(x, weights.weights_proj).float() * (spec.index_heads**-0.5 * spec.index_dim**-0.5)
     if index_cache.dtype == torch.uint8:
         q, gates = quantize_index_query(q, gates)
-    scores = index_scores(q, gates, index_cache, step.page_table, step.request, step.lengths)
-    return Selection(*top_k(scores, step.lengths, spec.index_topk, step.page_table, step.request))
+    num_rows, width = x.shape[0], step.page_table.shape[1] * PAGE_SIZE
+    height = score_rows(step.score_bytes, width)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for first in range(0, num_rows, height):
+        tile = slice(first, min(first + height, num_rows))
+        table, request, lengths = step.page_table, step.request[tile], step.lengths[tile]
+        scores = index_scores(q[tile], gates[tile], index_cache, table, request, lengths)
+        parts.append(top_k(scores, lengths, spec.index_topk, table, request))
+    if len(parts) == 1:
+        return Selection(*parts[0])
+    slots, counts = zip(*parts, strict=True)
+    return Selection(torch.cat(slots), torch.cat(counts))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from legato.config import GPU_SCORE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -21,6 +23,7 @@ class Step:
         lengths: [T] int32 keys that the row may see: its position + 1 (itself included).
         slots: [T] int32 cache slots that the row's latent and index key are stored in; -1 stores nothing.
         cos, sin: [T, R/2] float32 rotary tables at `positions`.
+        score_bytes: most memory for the index scores of a layer; rows are scored a few at a time to keep to it.
     """
 
     positions: Tensor
@@ -30,6 +33,7 @@ class Step:
     slots: Tensor
     cos: Tensor
     sin: Tensor
+    score_bytes: int = GPU_SCORE_BYTES
 
     def rows(self, rows: slice) -> Step:
         """The same for some of the rows."""
@@ -41,6 +45,7 @@ class Step:
             self.slots[rows],
             self.cos[rows],
             self.sin[rows],
+            self.score_bytes,
         )
 
 

@@ -7,7 +7,7 @@ read from the device table, never from the host. Called by the runner.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class Batch:
     next_ids: Tensor
     step: Step
     samplers: Samplers | None
+
+    def within(self, score_bytes: int) -> Batch:
+        """The same, with index scores that keep to a budget."""
+        return replace(self, step=replace(self.step, score_bytes=score_bytes))
 
 
 @dataclass(slots=True)

@@ -131,6 +131,7 @@ class Runner:
             self.rows.grant(grant)
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
         batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts, self._plain)
+        batch = batch.within(self.settings.score_bytes)
         hidden, verified = self.iteration.run(batch, self.rows, self._draw(sampler_rows))
         wanted = tuple(self._wanted_logprobs[row] for row in sampler_rows)
         return Flight(

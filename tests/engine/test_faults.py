@@ -118,12 +118,12 @@ def test_long_work_is_no_stall() -> None:
     """No token for longer than the limit, but one chunk of a prompt after the other; then nothing to do for as long."""
 
     async def test() -> None:
-        async with running(settings(0.15, chunk_tokens=1), stall_s=1.5) as client:
+        async with running(settings(0.1, chunk_tokens=1), stall_s=1.2) as client:
             asked = request(tuple(n % 3 for n in range(16)), max_tokens=3)
             started = time.monotonic()
             async for _ in client.generate(asked):
-                assert time.monotonic() - started > 1.5
-            await asyncio.sleep(2.0)
+                assert time.monotonic() - started > 1.2
+            await asyncio.sleep(1.5)
             assert client.state == "ready"
 
     run(test())
@@ -135,7 +135,7 @@ def test_a_blocked_event_loop_is_not_the_engines_fault() -> None:
             reader = asyncio.create_task(tokens_of(client, long()))
             await asyncio.sleep(0.1)
             os.kill(client.pid, signal.SIGSTOP)
-            time.sleep(2.5)  # as a suspended machine would, for both of us
+            time.sleep(1.6)  # as a suspended machine would, for both of us
             os.kill(client.pid, signal.SIGCONT)
             assert (await reader)[0] == expected(long())
             assert client.state == "ready"

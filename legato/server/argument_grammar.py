@@ -146,11 +146,26 @@ def _merged(schema: Schema) -> Schema:
 
 def _whole(pattern: str) -> str:
     """A JSON schema pattern, which may match anywhere, as one that the whole text must match; ready to stand between slashes."""
-    if re.search(r"(?<!\\)\|", pattern) and pattern[:1] + pattern[-1:] != "^$":
-        pattern = f"(?:{pattern})"
-    elif pattern.startswith("^") and "|" in pattern:
-        pattern = f"^(?:{pattern[1:-1]})$"
-    start = "" if pattern.startswith("^") else "(?s:.*)"
-    end = "" if re.search(r"(?<!\\)\$$", pattern) else "(?s:.*)"
-    body = pattern[0 if start else 1 : None if end else -1]
-    return re.sub(r"(?<!\\)/", r"\\/", f"{start}{body}{end}").replace("\n", "\\n")
+    whole = "|".join(map(_anchored, _branches(pattern)))
+    return re.sub(r"(?<!\\)/", r"\\/", whole).replace("\n", "\\n")
+
+
+def _branches(pattern: str) -> list[str]:
+    """The alternatives of a pattern: its parts between `|` outside groups and classes."""
+    branches, depth, in_class = [""], 0, False
+    for piece in re.findall(r"\\.|[^\\]|\\$", pattern, re.DOTALL):
+        in_class = piece != "]" if in_class else piece == "["
+        depth += 0 if in_class else (piece == "(") - (piece == ")")
+        if piece == "|" and not depth and not in_class:
+            branches.append("")
+        else:
+            branches[-1] += piece
+    return branches
+
+
+def _anchored(branch: str) -> str:
+    """An alternative without its anchors, and with any text where it has none."""
+    anywhere = "(?s:.*)"
+    is_start, is_end = branch.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", branch) is not None
+    body = branch[is_start : len(branch) - is_end]
+    return f"{'' if is_start else anywhere}{body}{'' if is_end else anywhere}"

@@ -88,29 +88,32 @@ def resolve(reference: Any, root: Schema) -> Any:
     return place
 
 
-def argument_schemas(parameters: Any, name: str, root: Schema, depth: int = 0) -> list[Any]:
+def argument_schemas(parameters: Schema, name: str) -> list[Any]:
     """What `parameters`, the schema of a tool's arguments, says about the argument `name`; empty where it says nothing."""
-    if not isinstance(parameters, Mapping) or depth > MAX_DEPTH:
-        return []
-    parameters = cast(Schema, parameters)
-    properties = parameters.get("properties")
-    if isinstance(properties, Mapping) and name in cast(Schema, properties):
-        return [cast(Schema, properties)[name]]
-    found: list[Any] = []
-    if "$ref" in parameters:
-        found += argument_schemas(resolve(parameters["$ref"], root), name, root, depth + 1)
+    return list(_declarations(parameters, name, parameters, 0)) or list(_declarations(parameters, None, parameters, 0))
+
+
+def _declarations(schema: Any, name: str | None, root: Schema, depth: int) -> Iterator[Any]:
+    """Schemas of the property `name`, or with `None` those of any other property, wherever `schema` has them."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return
+    schema = cast(Schema, schema)
+    properties: Any = schema.get("properties")
+    if name is None and isinstance(schema.get("additionalProperties"), Mapping):
+        yield schema["additionalProperties"]
+    if name is not None and isinstance(properties, Mapping) and name in cast(Schema, properties):
+        yield cast(Schema, properties)[name]
+    if "$ref" in schema:
+        yield from _declarations(resolve(schema["$ref"], root), name, root, depth + 1)
     for keyword in ("allOf", "anyOf", "oneOf"):
-        branches: Any = parameters.get(keyword)
+        branches: Any = schema.get(keyword)
         for branch in cast(Sequence[Any], branches) if isinstance(branches, list) else ():
-            found += argument_schemas(branch, name, root, depth + 1)
-    if not found and isinstance(parameters.get("additionalProperties"), Mapping):
-        found.append(parameters["additionalProperties"])
-    return found
+            yield from _declarations(branch, name, root, depth + 1)
 
 
 def argument_types(parameters: Schema, name: str) -> Types:
     """The JSON types that a tool's schema allows for the argument `name`; `UNKNOWN` for one that it does not declare."""
-    found = [types_of(schema, parameters) for schema in argument_schemas(parameters, name, parameters)]
+    found = [types_of(schema, parameters) for schema in argument_schemas(parameters, name)]
     return UNKNOWN if not found or UNKNOWN in found else frozenset().union(*found)
 
 

@@ -191,6 +191,7 @@ def _compile(source: Source, arch: str) -> Binary:
         define_macro=[(name, str(value)) for name, value in sorted(source.defines.items())] or None,
         max_register_count=source.max_registers,
         ptxas_options=["-v"],
+        no_cache=True,  # an answer from NVRTC's own cache comes without the log that `usage_in` reads
     )
     log = StringIO()
     try:
@@ -262,9 +263,13 @@ class Kernel:
         if loaded is None:
             torch.cuda.init()
             binary = STORE.binary(self.source, architecture(device))
-            if self.name not in binary.usage:
-                raise BuildError(f"{self.source.path.name} has no kernel {self.name}: {', '.join(binary.usage)}")
-            loaded = ObjectCode.from_cubin(binary.cubin, name=self.name).get_kernel(self.name)
+            try:
+                loaded = ObjectCode.from_cubin(binary.cubin, name=self.name).get_kernel(self.name)
+            except Exception as error:
+                has = ", ".join(binary.usage)
+                raise BuildError(
+                    f"{self.source.path.name} gives no kernel {self.name} (it has {has}): {error}"
+                ) from error
             for attribute, value in self._attributes():
                 (result,) = driver.cuKernelSetAttribute(attribute, value, loaded.handle, driver.CUdevice(device))
                 if int(result):

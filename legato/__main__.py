@@ -13,10 +13,9 @@ from typing import Annotated, Literal
 import typer
 
 import legato
-from legato.cli import options, serve_flags
+from legato.cli import flags, serve_flags
 from legato.cli.bench_commands import app as bench_app
 from legato.cli.serve_command import ServeCommand
-from legato.types import SamplingParams
 
 app = typer.Typer(
     name="legato", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -50,102 +49,47 @@ def _serve(flags: serve_flags.ServeFlags) -> None:
     run(prepared)
 
 
-app.command("serve", cls=ServeCommand)(serve_flags.command(_serve, serve_flags.HELP))
+app.command("serve", cls=ServeCommand)(flags.command(_serve, serve_flags.HELP, serve_flags.ServeFlags))
 
 
-@app.command()
-def generate(
-    prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT", help="Texts to continue, as one batch; - reads stdin.")
-    ],
-    model: options.Model = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = 1.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
-    output: Annotated[Literal["text", "json"], typer.Option(help="text, or one JSON object per prompt.")] = "text",
-    num_drafts: options.NumDrafts = None,
-    device: options.Device = "auto",
-    context: options.Context = None,
-    latent: options.Latent = "auto",
-    index: options.Index = "auto",
-    threads: options.Threads = None,
-    op: options.Ops = None,
-) -> None:
-    """Continues prompts. The text goes to stdout, the speed and the accept length to stderr."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        stop=tuple(stop or ()), ignore_eos=ignore_eos,
-    )  # fmt: skip
-    config = options.engine_config(
-        model=model,
-        device=device,
-        num_drafts=num_drafts,
-        context=context,
-        latent=latent,
-        index=index,
-        threads=threads,
-        ops=op,
+def _generate(what: flags.GenerateFlags, sampling: flags.SamplingFlags, engine: flags.EngineFlags) -> None:
+    params = sampling.params(
+        n=what.n, ignore_eos=what.ignore_eos, logprobs=what.logprobs, prompt_logprobs=what.prompt_logprobs
     )
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    config = engine.config()
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in what.prompts]
     from legato.cli import preflight
 
     config = preflight.check_prompts(config, texts)
     from legato.cli.generate import run
 
-    run(config, texts, params, output)
+    run(config, texts, params, what.output)
 
 
-@app.command()
-def chat(
-    model: options.Model = None,
-    system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
-    thinking: Annotated[
-        bool | None, typer.Option("--thinking/--no-thinking", help="Reason before answering.", show_default=False)
-    ] = None,
-    reasoning_effort: Annotated[
-        str | None, typer.Option(help="As the chat template understands it: high or max.", show_default=False)
-    ] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = 1.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    num_drafts: options.NumDrafts = None,
-    device: options.Device = "auto",
-    context: options.Context = None,
-    latent: options.Latent = "auto",
-    index: options.Index = "auto",
-    threads: options.Threads = None,
-    op: options.Ops = None,
-) -> None:
-    """Talks in the terminal. Reasoning is shown dim; after every reply come speed and accept length. /exit leaves."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+app.command("generate")(
+    flags.command(
+        _generate, "Continues prompts. The text goes to stdout, the speed and the accept length to stderr.",
+        flags.GenerateFlags, flags.SamplingFlags, flags.EngineFlags,
     )
-    config = options.engine_config(
-        model=model,
-        device=device,
-        num_drafts=num_drafts,
-        context=context,
-        latent=latent,
-        index=index,
-        threads=threads,
-        ops=op,
-    )
-    given = {"enable_thinking": thinking, "reasoning_effort": reasoning_effort}
-    arguments = {name: value for name, value in given.items() if value is not None}
+)  # fmt: skip
+
+
+def _chat(what: flags.ChatFlags, sampling: flags.ChatSamplingFlags, engine: flags.EngineFlags) -> None:
+    params, config, arguments = sampling.params(), engine.config(), what.arguments()
     from legato.cli import preflight
 
     config = preflight.check_chat(config, arguments)
     from legato.cli.chat import run
 
-    run(config, params, system, arguments)
+    run(config, params, what.system, arguments)
+
+
+app.command("chat")(
+    flags.command(
+        _chat, "Talks in the terminal. Reasoning is shown dim; after every reply come speed and accept length. /exit leaves.",
+        flags.ChatFlags, flags.ChatSamplingFlags, flags.EngineFlags,
+    )
+)  # fmt: skip
 
 
 @app.command()

@@ -210,7 +210,7 @@ REFUSED: dict[str, str] = {
 """Flags that cannot be honoured."""
 
 REFUSED_PREFIXES = {
-    "--hicache-": "tiers of cache are not supported",
+    "--hicache-": "the cache in host memory has one size, in tokens: use --host-tokens",
     "--kv-transfer": "prefill and decode run in one engine",
     "--disaggregation-": "prefill and decode run in one engine",
     "--attn-cp": SEVERAL_GPUS,

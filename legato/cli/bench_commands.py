@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from legato.cli import options
+from legato.cli.flags import EngineFlags
 
 app = typer.Typer(no_args_is_help=True, help="Measures Legato, or any server.")
 
@@ -199,7 +200,7 @@ def bench_isl(
     from legato.cli.figures import bench_isl as run
     from legato.cli.figures import numbers
 
-    config = options.engine_config(
+    engine = EngineFlags(
         model=model,
         device=device,
         num_drafts=num_drafts,
@@ -207,8 +208,9 @@ def bench_isl(
         latent=latent,
         index=index,
         threads=threads,
-        ops=op,
+        op=op,
     )
+    config = engine.config()
     found = run(config, numbers("--lengths", lengths), output_tokens, json)
     if pictures is not None and plot is not None:
         pictures.isl(found, plot)

@@ -26,10 +26,11 @@ def run(config: Config, prompts: Sequence[str], params: SamplingParams, output: 
     if output == "json":
         for completion in llm.generate(list(prompts), params):
             print(json.dumps(as_json(completion), ensure_ascii=False))
-    elif len(prompts) == 1:
+    elif len(prompts) == params.n == 1:
         stream(llm, prompts[0], params)
     else:
-        for prompt, completion in zip(prompts, llm.generate(list(prompts), params)):
+        several = [prompt for prompt in prompts for _ in range(params.n)]
+        for prompt, completion in zip(several, llm.generate(list(prompts), params), strict=True):
             print(f"{prompt}{completion.text}\n")
     sys.stdout.flush()
     console.print(speed(llm.stats), style="dim", highlight=False)

@@ -1,6 +1,6 @@
-"""Options that several subcommands share: their names and help, and how they become `Config`.
+"""Options that several subcommands share: their names and help.
 
-Owns the spelling of flags. Imports no torch. Called by `legato.__main__`.
+Owns the spelling of flags; what they become is in `cli.flags`. Imports no torch. Called by `cli.flags` and `cli.serve_flags`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from legato.config import CacheConfig, Config, ConfigError, ExecutionConfig, IndexFormat, LatentFormat, ScheduleConfig
+from legato.config import DType, IndexFormat, LatentFormat, Switch
 
-ENGINE, SAMPLING = "Engine options", "Sampling options"
+ENGINE, SAMPLING, CONSTRAINTS = "Engine options", "Sampling options", "Constraint options"
+OUTPUT = "Output options"
 
 Model = Annotated[
     str | None,
@@ -77,6 +78,24 @@ PrefixCache = Annotated[
     bool,
     typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts for later requests.", rich_help_panel=ENGINE),
 ]
+HostTokens = Annotated[
+    int,
+    typer.Option(help="Tokens of evicted prompts that are kept in host memory; 0 is none.", rich_help_panel=ENGINE),
+]
+ScoreBudget = Annotated[
+    int | None,
+    typer.Option(
+        help="Most memory for index scores, in MiB; by default 64 on a CPU, 1024 on a GPU.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+        metavar="MIB",
+    ),
+]
+Dtype = Annotated[DType, typer.Option(help="Of activations; auto is float32.", rich_help_panel=ENGINE)]
+Overlap = Annotated[
+    Switch,
+    typer.Option(help="Plan an iteration while the one before it runs; auto: on a GPU.", rich_help_panel=ENGINE),
+]
 VerifySpeculation = Annotated[
     float,
     typer.Option(
@@ -109,34 +128,75 @@ Stop = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on past the end token (for measuring).", rich_help_panel=SAMPLING)
 ]
-
-
-def engine_config(
-    *,
-    model: str | None,
-    device: str,
-    num_drafts: int | None,
-    context: int | None,
-    latent: LatentFormat,
-    index: IndexFormat,
-    threads: int | None,
-    ops: list[str] | None,
-) -> Config:
-    """The settings that the flags name.
-
-    Raises:
-        ConfigError: a value is out of range, or an override is not of the form OP=NAME.
-    """
-    overrides: dict[str, str] = {}
-    for override in ops or []:
-        name, equals, implementation = override.partition("=")
-        if not (name and equals and implementation):
-            raise ConfigError(f"--op must look like attend=reference, got {override!r}")
-        overrides[name] = implementation
-    return Config(
-        model=model,
-        num_drafts=num_drafts,
-        cache=CacheConfig(latent=latent, index=index),
-        schedule=ScheduleConfig(context=context),
-        execution=ExecutionConfig(device=device, threads=threads, ops=overrides),
-    )
+MinTokens = Annotated[int, typer.Option(help="The text cannot end before so many tokens.", rich_help_panel=SAMPLING)]
+Samples = Annotated[int, typer.Option("--n", "-n", help="Samples of each prompt.", rich_help_panel=SAMPLING)]
+StopTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--stop-token-id", help="Token that ends the text; may be repeated.", rich_help_panel=SAMPLING,
+        show_default=False,
+    ),
+]  # fmt: skip
+PresencePenalty = Annotated[
+    float, typer.Option(help="Taken from the logit of every token generated so far.", rich_help_panel=SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="The same for every time it was generated.", rich_help_panel=SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(help="Divides the logits of tokens in prompt or text; 1 is off.", rich_help_panel=SAMPLING),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Added to the logit of a token id, -100 to 100; -100 bans it; may be repeated.",
+        rich_help_panel=CONSTRAINTS, show_default=False, metavar="ID=VALUE",
+    ),
+]  # fmt: skip
+AllowedTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--allowed-token-id", help="The only token ids there are; may be repeated.", rich_help_panel=CONSTRAINTS,
+        show_default=False,
+    ),
+]  # fmt: skip
+BadTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--bad-token-id", help="Token id that may not be generated; may be repeated.", rich_help_panel=CONSTRAINTS,
+        show_default=False,
+    ),
+]  # fmt: skip
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        help="The text is JSON that fits this schema.", rich_help_panel=CONSTRAINTS, show_default=False,
+        metavar="TEXT|@FILE",
+    ),
+]  # fmt: skip
+Regex = Annotated[
+    str | None,
+    typer.Option(
+        help="The text matches this expression.", rich_help_panel=CONSTRAINTS, show_default=False,
+        metavar="TEXT|@FILE",
+    ),
+]  # fmt: skip
+Grammar = Annotated[
+    str | None,
+    typer.Option(
+        help="The text is a `start` of this grammar in Lark notation. @FILE reads it (or one of the above) from a file.",
+        rich_help_panel=CONSTRAINTS, show_default=False, metavar="TEXT|@FILE",
+    ),
+]  # fmt: skip
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        help="Log-probabilities, and of so many alternatives, with --output json.", rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]  # fmt: skip
+PromptLogprobs = Annotated[
+    int | None,
+    typer.Option(help="The same for the prompt.", rich_help_panel=OUTPUT, show_default=False),
+]

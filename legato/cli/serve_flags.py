@@ -6,16 +6,15 @@ an HTTP library. Called by `legato.__main__`, which makes a command of `ServeFla
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
 from legato.cli import options
-from legato.config import CacheConfig, Config, ConfigError, ScheduleConfig, api_key_from_environment
+from legato.cli.flags import EngineFlags
+from legato.config import Config, ConfigError, ScheduleConfig, api_key_from_environment
 from legato.server.settings import (
     Access,
     Listen,
@@ -124,30 +123,20 @@ class ServeFlags:
     chunk_tokens: options.ChunkTokens = ScheduleConfig().chunk_tokens
     cache_tokens: options.CacheTokens = None
     prefix_cache: options.PrefixCache = True
+    host_tokens: options.HostTokens = 0
     latent: options.Latent = "auto"
     index: options.Index = "auto"
+    dtype: options.Dtype = "auto"
+    overlap: options.Overlap = "auto"
+    score_budget: options.ScoreBudget = None
     verify_speculation: options.VerifySpeculation = 0.0
     threads: options.Threads = None
     op: options.Ops = None
 
     def engine(self) -> Config:
         """The engine's settings. Raises `ConfigError`."""
-        config = options.engine_config(
-            model=self.model if self.model is not None else self.model_flag,
-            device=self.device,
-            num_drafts=self.num_drafts,
-            context=self.context,
-            latent=self.latent,
-            index=self.index,
-            threads=self.threads,
-            ops=self.op,
-        )
-        return replace(
-            config,
-            cache=CacheConfig(self.latent, self.index, self.cache_tokens, self.prefix_cache),
-            schedule=ScheduleConfig(self.max_running, self.chunk_tokens, self.context, self.max_waiting),
-            verify_speculation=self.verify_speculation,
-        )
+        shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(EngineFlags)}
+        return EngineFlags(**shared | {"model": self.model if self.model is not None else self.model_flag}).config()
 
     def server(self) -> ServerSettings:
         """The server's settings, but for what the checkpoint recommends. Raises `ConfigError`, `SettingsError`."""
@@ -181,28 +170,6 @@ class ServeFlags:
             drain_s=self.drain_timeout,
             metrics_compat=_dialects(self.metrics_compat),
         )
-
-
-def command(run: Callable[[ServeFlags], None], text: str) -> Callable[..., None]:
-    """A function for typer with one parameter per field of `ServeFlags`, that calls `run` with them; `text` is its help."""
-    hints = get_type_hints(ServeFlags, include_extras=True)
-
-    def serve(**given: Any) -> None:
-        run(ServeFlags(**given))
-
-    serve.__doc__ = text
-    parameters = [
-        inspect.Parameter(
-            item.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if item.default is MISSING else item.default,
-            annotation=hints[item.name],
-        )
-        for item in fields(ServeFlags)
-    ]
-    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    serve.__annotations__ = {**hints, "return": None}
-    return serve
 
 
 def _dialects(given: list[str] | None) -> frozenset[MetricsDialect]:

@@ -95,3 +95,46 @@ def test_quantize_writes_a_checkpoint_that_generates(model: str, tmp_path: Path)
     assert ran("quantize", model, destination, "-f", "fp8", "--replace", "--shard-size", "0.5").exit_code == 0
     assert len(list((tmp_path / "fp8").glob("*.safetensors"))) > 1
     assert ran("generate", "-m", destination, "--max-tokens", "3", "x").stdout.startswith("x")
+
+
+def test_generate_takes_every_parameter(model: str, tmp_path: Path) -> None:
+    """One batch with most of them: samples of each prompt, bias, bans, penalties, log-probabilities, settings of the engine."""
+    result = ran(
+        "generate", "-m", model, "--max-tokens", "6", "--min-tokens", "6", "-n", "2", "--seed", "3", "--output", "json",
+        "--logprobs", "1", "--presence-penalty", "0.5", "--frequency-penalty", "0.5", "--repetition-penalty", "1.1",
+        "--logit-bias", "40=-100", "--logit-bias", "41=50", "--bad-token-id", "41", "--allowed-token-id", "41",
+        "--allowed-token-id", "42", "--stop-token-id", "7", "--prompt-logprobs", "0", "--max-running", "2", "--max-waiting", "9",
+        "--chunk-tokens", "16", "--cache-tokens", "256", "--context", "64", "--host-tokens", "128", "--score-budget", "2",
+        "--verify-speculation", "1", "--overlap", "on", "a", "b",
+    )  # fmt: skip
+    completions = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(completions) == 4
+    assert all(completion["token_ids"] == [42] * 6 for completion in completions), "all but one token are banned"
+    assert all(len(completion["logprobs"]) == 6 for completion in completions)
+    assert "index scores: 2 MiB budget, tiles of 4,096 rows at context 64" in result.stderr
+
+
+def test_a_grammar_from_a_file_and_samples_as_text(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "expression"
+    file.write_text("(ab|cd){2}")
+    arguments = ("generate", "-m", model, "-n", "2", "--seed", "5", "--max-tokens", "40")
+    for given in (f"@{file}", "(ab|cd){2}"):
+        result = ran(*arguments, "--regex", given, "x")
+        texts = result.stdout.split("\n\n")[:-1]
+        assert len(texts) == 2 and all(re.fullmatch("x(ab|cd){2}", text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--logit-bias", "5"), "logit_bias: must look like 15=-2.5, got '5'"),
+        (("--regex", "@/no/such/file"), "regex: cannot read /no/such/file"),
+        (("--regex", "a", "--json-schema", "{}"), "cannot be combined"),
+        (("--host-tokens", "64", "--no-prefix-cache"), "host_tokens 64 needs the prefix cache"),
+        (("--score-budget", "0"), "score_bytes must be at least one MiB"),
+        (("--min-tokens", "5", "--max-tokens", "4"), "min_tokens: 5 is more than max_tokens"),
+    ],
+)
+def test_flags_that_cannot_be_honoured(model: str, arguments: tuple[str, ...], words: str) -> None:
+    result = invoke("generate", "-m", model, *arguments, "x")
+    assert isinstance(result.exception, FAULTS) and words in str(result.exception)

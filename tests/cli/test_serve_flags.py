@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from legato.cli import aliases, serve_flags
+from legato.cli import aliases, flags
 from legato.cli.faults import FAULTS
 from legato.cli.serve_checks import SHIPPED_NAME, prepare, served_name
 from legato.cli.serve_command import ServeCommand
@@ -34,7 +34,7 @@ def parsed(*words: str) -> ServeFlags:
     """What a command line means; raises what is wrong with it."""
     found: list[ServeFlags] = []
     app = typer.Typer()
-    app.command("serve", cls=ServeCommand)(serve_flags.command(found.append, "Serves."))
+    app.command("serve", cls=ServeCommand)(flags.command(found.append, "Serves.", ServeFlags))
     app.command("other")(lambda: None)
     result = CliRunner().invoke(app, ["serve", *words])
     if isinstance(result.exception, FAULTS):
@@ -148,7 +148,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(words: str, said: list[str])
 def test_every_alias_and_every_refusal_is_reachable() -> None:
     """No alias maps to a flag that is not there, none hides one that is, and each refusal says its flag."""
     app = typer.Typer()
-    app.command("serve", cls=ServeCommand)(serve_flags.command(lambda flags: None, "Serves."))
+    app.command("serve", cls=ServeCommand)(flags.command(lambda _: None, "Serves.", ServeFlags))
     command = typer.main.get_command(app)
     assert isinstance(command, ServeCommand)
     own = command.own_flags()

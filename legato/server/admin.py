@@ -7,7 +7,7 @@ beyond the one-token probe. Mounted by `server.app`.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
@@ -100,7 +100,9 @@ class AbortRequest(RequestModel):
 def router(service: Service) -> APIRouter:
     """The routes that everyone has."""
     routes = APIRouter(route_class=JsonRoute, tags=["Server"])
-    unable = {503: {"model": ErrorReply, "description": "The engine has failed, or the server is about to stop."}}
+    unable: dict[int | str, dict[str, Any]] = {
+        503: {"model": ErrorReply, "description": "The engine has failed, or the server is about to stop."}
+    }
     errors = Documented((401, 431, 500)).responses()
 
     async def ready() -> Response:
@@ -155,7 +157,7 @@ def router(service: Service) -> APIRouter:
 def operations(service: Service) -> APIRouter:
     """The routes for operators."""
     routes = APIRouter(route_class=JsonRoute, tags=["Operation"])
-    errors = Documented((400, 401, 404, 409, 413, 415, 431, 500, 501, 503)).responses()
+    errors = Documented((400, 401, 403, 409, 413, 415, 431, 500, 503)).responses()
 
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=3600)] = 60.0) -> Response:
         """Empties the prefix cache, and counts accept lengths anew. Running requests go on. `timeout` is not needed and taken."""
@@ -194,7 +196,7 @@ def operations(service: Service) -> APIRouter:
         """Starts recording a trace of the engine into the folder that the server was started with. A body is not read."""
         folder = service.settings.access.profile_folder
         if folder is None:
-            raise ApiError(501, "profiling is off: the server was started without a folder for profiles")
+            raise ApiError(403, "profiling is off: the server was started without a folder for profiles")
         await service.engine.start_profile(folder)
         return _json({"status": "recording", "file": None})
 
@@ -202,7 +204,7 @@ def operations(service: Service) -> APIRouter:
     async def stop_profile() -> Response:
         """Ends the recording and writes the trace, a file for Perfetto or chrome://tracing."""
         if service.settings.access.profile_folder is None:
-            raise ApiError(501, "profiling is off: the server was started without a folder for profiles")
+            raise ApiError(403, "profiling is off: the server was started without a folder for profiles")
         path = await service.engine.stop_profile()
         return _json({"status": "written", "file": path.rpartition("/")[2]})
 

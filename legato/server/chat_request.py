@@ -19,7 +19,7 @@ from legato.server.generation import Job, Reader
 from legato.server.sampling_fields import NotSupported, SamplingFields
 from legato.server.service import Service
 from legato.server.tools import Tools
-from legato.server.validation import RequestModel
+from legato.server.validation import OnlyFalse, OnlyTrue, RequestModel
 from legato.types import MAX_LOGPROBS, ParameterError
 
 MAX_DEPTH = 8
@@ -33,14 +33,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         "content": {
             "anyOf": [
                 {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
+                {"type": "array", "items": {"type": ["object", "string"]}, "description": "Text parts."},
                 {"type": "null"},
             ]
         },
@@ -105,13 +98,13 @@ class ChatRequest(SamplingFields):
     )
 
     modalities: list[Literal["text"]] | None = None
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Literal[False] | None = None
-    echo: Literal[False] | None = None
-    separate_reasoning: Literal[True] | None = None
-    stream_reasoning: Literal[True] | None = None
-    include_reasoning: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
+    add_generation_prompt: OnlyTrue | None = None
+    continue_final_message: OnlyFalse | None = None
+    echo: OnlyFalse | None = None
+    separate_reasoning: OnlyTrue | None = None
+    stream_reasoning: OnlyTrue | None = None
+    include_reasoning: OnlyTrue | None = None
+    include_stop_str_in_output: OnlyFalse | None = None
     audio: NotSupported = None
     chat_template: NotSupported = None
     documents: NotSupported = None

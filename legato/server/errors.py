@@ -103,7 +103,6 @@ _NAMES = {
     429: _Names("rate_limit_error", "rate_limit_error", "queue_full"),
     431: _Names("invalid_request_error", "request_too_large", "headers_too_large"),
     500: _Names("server_error", "api_error", "internal_error"),
-    501: _Names("invalid_request_error", "invalid_request_error", "not_supported"),
     503: _Names("overloaded_error", "overloaded_error", "unavailable"),
 }
 _OTHER = _Names("invalid_request_error", "invalid_request_error")

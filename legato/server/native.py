@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -19,12 +19,12 @@ from legato.server.constraint import constrained
 from legato.server.errors import Documented, api_error, reply_of
 from legato.server.generation import Answered, Generation, Job, new_id
 from legato.server.logprob_text import finite, token_text
-from legato.server.openai_completions import MAX_PROMPTS, STREAM, Ids, Prompts, Texts
+from legato.server.openai_completions import MAX_PROMPTS, Ids, Prompts, Texts
 from legato.server.plain_text import PlainText
 from legato.server.sampling_fields import SamplingFields, TokenId
 from legato.server.service import Service
-from legato.server.sse import DONE, EventStream, event, json_bytes, unless_disconnected
-from legato.server.validation import JsonRoute, RequestModel
+from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
+from legato.server.validation import JsonRoute, OnlyFalse, OnlyTrue, RequestModel
 from legato.types import MAX_LOGPROBS, ParameterError, TokenLogprob
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class NativeSampling(RequestModel):
     sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     json_schema: str | None = Field(None, description="A JSON schema as text.")
     regex: str | None = None
-    skip_special_tokens: Literal[True] | None = None
+    skip_special_tokens: OnlyTrue | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = Field(None, description="The text ends with the stop string.")
 
@@ -75,8 +75,8 @@ class GenerateRequest(RequestModel):
     rid: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     lora_path: None = Field(None, description="Not supported: leave it out.")
-    return_hidden_states: Literal[False] | None = None
-    return_routed_experts: Literal[False] | None = None
+    return_hidden_states: OnlyFalse | None = None
+    return_routed_experts: OnlyFalse | None = None
 
 
 class FinishInfo(TypedDict):
@@ -131,7 +131,7 @@ def router(service: Service) -> APIRouter:
     @routes.post(
         "/generate",
         response_model=Generated | list[Generated],
-        responses={**Documented().responses(), 200: {"content": STREAM}},
+        responses={**Documented().responses(), 200: {"content": DOCUMENTED}},
     )
     async def generate(request: GenerateRequest, http: Request) -> Response:
         """Goes on with text or token ids. One prompt and one sample give an object, several give a list."""
@@ -153,7 +153,7 @@ def _prepare(service: Service, request: GenerateRequest) -> _Wanted:
     given: Any = request.text if request.text is not None else request.input_ids
     is_batch = isinstance(given, list) and not isinstance(given[0], int)
     prompts: list[Any] = list(given) if is_batch else [given]
-    sampling = request.sampling_params or NativeSampling()
+    sampling = request.sampling_params or NativeSampling.model_validate({})
     each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     if len(each) != len(prompts):
         raise ParameterError("sampling_params", f"{len(each)} for {len(prompts)} prompts: give one, or one for each")

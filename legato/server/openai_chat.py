@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -34,11 +33,10 @@ from legato.server.openai_schema import (
 )
 from legato.server.service import Service
 from legato.server.settings import ReasoningFields
-from legato.server.sse import DONE, EventStream, event, json_bytes, unless_disconnected
+from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
 from legato.server.validation import JsonRoute
 from legato.types import TokenLogprob
 
-STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 NULL = b"null"
 
 
@@ -49,7 +47,7 @@ def router(service: Service) -> APIRouter:
     @routes.post(
         "/v1/chat/completions",
         response_model=ChatCompletion,
-        responses={**Documented().responses(), 200: {"content": STREAM}},
+        responses={**Documented().responses(), 200: {"content": DOCUMENTED}},
     )
     async def chat_completions(request: ChatRequest, http: Request) -> Response:
         """Goes on with a conversation; with `stream` as server-sent chunks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -28,12 +28,11 @@ from legato.server.openai_schema import (
 from legato.server.plain_text import PlainText
 from legato.server.sampling_fields import NotSupported, SamplingFields, TokenId
 from legato.server.service import Service
-from legato.server.sse import DONE, EventStream, event, json_bytes, unless_disconnected
+from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
 from legato.server.validation import JsonRoute
 from legato.types import MAX_LOGPROBS, ParameterError, SamplingParams, TokenLogprob
 
 MAX_PROMPTS = 1024
-STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -88,7 +87,7 @@ def router(service: Service) -> APIRouter:
     @routes.post(
         "/v1/completions",
         response_model=Completion,
-        responses={**Documented().responses(), 200: {"content": STREAM}},
+        responses={**Documented().responses(), 200: {"content": DOCUMENTED}},
     )
     async def completions(request: CompletionRequest, http: Request) -> Response:
         """Goes on with plain text; with `stream` as server-sent chunks."""

@@ -6,7 +6,7 @@ Owns those small routes. Knows no engine but its context length. Mounted by `ser
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NotRequired, cast
+from typing import Annotated, Any, NotRequired, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import Response as PlainResponse
@@ -22,7 +22,7 @@ from legato.server.sampling_fields import TokenId
 from legato.server.service import Service
 from legato.server.sse import json_bytes
 from legato.server.tools import Tools
-from legato.server.validation import JsonRoute, RequestModel
+from legato.server.validation import JsonRoute, OnlyTrue, RequestModel
 from legato.types import ParameterError
 
 
@@ -36,7 +36,7 @@ class TokenizeRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = Field(None, description="Whether the tokenizer frames a text; left out: yes.")
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: OnlyTrue | None = None
     return_token_strs: bool | None = None
 
 

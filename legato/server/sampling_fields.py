@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from legato.server.settings import RequestLimits, SamplingDefaults
-from legato.server.validation import RequestModel
+from legato.server.validation import OnlyFalse, OnlyTrue, RequestModel
 from legato.types import BAN, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, ParameterError, SamplingParams
 
 T = TypeVar("T")
@@ -126,12 +126,12 @@ class SamplingFields(RequestModel):
     prompt_cache_key: str | None = Field(None, description="Taken, and changes nothing: every prefix is looked for.")
     prompt_cache_retention: str | None = Field(None, description="Taken, and changes nothing.")
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = Field(None, description="Nothing is stored.")
-    skip_special_tokens: Literal[True] | None = None
+    store: OnlyFalse | None = Field(None, description="Nothing is stored.")
+    skip_special_tokens: OnlyTrue | None = None
     spaces_between_special_tokens: bool | None = Field(None, description="Taken; no special token is in a text.")
 
     best_of: NotSupported = None
-    use_beam_search: Literal[False] | None = None
+    use_beam_search: OnlyFalse | None = None
     logits_processors: NotSupported = None
     truncate_prompt_tokens: NotSupported = None
 

@@ -27,6 +27,17 @@ FIRST_EVENT_S = 2.0
 """How long a stream waits for its first event before it sends its headers: a refusal by the engine comes earlier than that, and
 can still have a status of its own."""
 
+DOCUMENTED: dict[str, Any] = {
+    "text/event-stream": {
+        "itemSchema": {
+            "type": "object",
+            "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
+"""A stream in an OpenAPI document: every event is text with or without a name."""
+
 T = TypeVar("T")
 json_bytes = msgspec.json.Encoder().encode
 

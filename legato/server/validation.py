@@ -10,12 +10,12 @@ import difflib
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
@@ -56,6 +56,21 @@ class RequestModel(BaseModel):
                         "unknown_field", "{message}", {"message": unknown(name, cls), "field": name}
                     )
         return cast(Any, value)
+
+
+def _only(wanted: bool) -> Any:
+    """A field with one value that changes nothing: other servers have a choice there."""
+
+    def check(value: bool) -> bool:
+        if value is not wanted:
+            raise PydanticCustomError("only", "is supported as {wanted} only", {"wanted": str(wanted).lower()})
+        return value
+
+    return AfterValidator(check), WithJsonSchema({"type": "boolean", "const": wanted})
+
+
+OnlyTrue = Annotated[bool, *_only(True)]
+OnlyFalse = Annotated[bool, *_only(False)]
 
 
 def unknown(name: str, model: type[BaseModel]) -> str:

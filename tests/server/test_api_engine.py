@@ -88,7 +88,8 @@ BAD: list[tuple[str, Any, int, str]] = [
         "tools": ([{}], [5], "x", [{"type": "function", "function": {"name": "a b"}}]), "tool_choice": ("required", 5, "maybe"),
         "reasoning_effort": ("extreme", 5), "chat_template_kwargs": ({"enable_thinkin": False}, [1]),
         "thinking_token_budget": (-1, 0.5), "stream": ("yes", 1), "stream_options": ({"include": True}, []),
-        "priority": ("high",), "timeout": (0, -1), "audio": ({"voice": "x"},), "functions": ([],), "store": (True,), "best_of": (2,), "nonsense": (1,),
+        "priority": ("high",), "timeout": (0, -1), "audio": ({"voice": "x"},), "functions": ([],), "store": (True,),
+        "best_of": (2,), "nonsense": (1,),
         "allowed_token_ids": ([], [9000]), "cache_salt": (5,), "modalities": (["audio"],), "prompt_logprobs": (1,),
     }.items() for value in values],
     *[(CHAT, {"messages": value}, 400, "messages") for value in (

@@ -339,7 +339,7 @@ def test_small_routes(server: Server) -> None:
     assert server.http.get("/server_info").json()["internal_states"][0]["avg_spec_accept_length"] is None
     assert server.http.post("/flush_cache?timeout=60").json() == {"success": True, "pages": 7}
     assert b"legato_" in server.http.get("/metrics").content and server.http.head("/metrics").status_code == 200
-    assert error_of(server.http.post("/start_profile"), 501)
+    assert error_of(server.http.post("/start_profile"), 403)
     assert error_of(server.http.get("/nowhere"), 404)
     assert error_of(server.http.get("/v1/completions"), 405)
 

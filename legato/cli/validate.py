@@ -17,16 +17,20 @@ from legato.validate.check import Outcome
 from legato.validate.run import Findings, Wanted, validate
 
 STYLES = {"pass": "green", "fail": "bold red", "not applicable": "dim"}
+WIDTH = 120
+"""Columns where there is no terminal to ask."""
 SHORT = {"pass": "PASS", "fail": "FAIL", "not applicable": "N/A"}
 
 
 def run(wanted: Wanted, output: str) -> bool:
     """Asks the server everything and prints what it found: a table, or JSON. False where something failed."""
     console = Console(stderr=output == "json", highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
 
     def said(outcome: Outcome) -> None:
         console.print(f"{SHORT[outcome.verdict]:4}  {outcome.name:22}  ", style=STYLES[outcome.verdict], end="")
-        console.print(outcome.detail, markup=False)
+        console.print(outcome.detail, markup=False, soft_wrap=True)
         if outcome.verdict == "fail":
             console.print(f"      guards against: {outcome.guards}", style="dim", markup=False)
 
@@ -49,7 +53,8 @@ def accept_table(findings: Findings) -> Table:
     """Measured and published accept lengths, side by side."""
     table = Table(title="accept length (tokens per iteration, greedy)", title_justify="left", caption=acceptance.SOURCE)
     for heading in ("prompts", "as", "published", "measured", "iterations", "accepted by position", ""):
-        table.add_column(heading, justify="left" if heading in ("prompts", "as", "accepted by position") else "right")
+        is_text = heading in ("prompts", "as", "accepted by position")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=is_text)
     for row in findings.accept:
         found = row.measured
         table.add_row(

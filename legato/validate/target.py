@@ -17,8 +17,9 @@ import msgspec
 
 from legato.bench.load.wire import Pieces, Wire
 
-TAGS = re.compile(r"</?think>|</?tool_call>|</?arg_(?:key|value)>|<\|(?:user|assistant|system|observation)\|>")
-"""Control tokens of GLM's format: none of them belongs into what a client sees."""
+TAGS = re.compile(r"</?think>|<\|(?:user|assistant|system|observation)\|>")
+TOOL_TAGS = re.compile(r"</?tool_call>|</?arg_(?:key|value)>")
+"""Control tokens of GLM's format: none of them belongs into what a client sees. A call that nobody offered a tool for is text."""
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 
@@ -95,7 +96,7 @@ class Target:
             usage=reply.get("usage") or {},
             logprobs=(choice.get("logprobs") or {}).get("content") or [],
         )
-        self._watch(answer)
+        self._watch(answer, fields)
         return answer
 
     async def stream(self, prompt: str | list[Json], **fields: Any) -> Answer:
@@ -104,7 +105,7 @@ class Target:
         async with aclosing(self.chunks(prompt, **fields)) as chunks:
             async for chunk in chunks:
                 _add(answer, chunk)
-        self._watch(answer)
+        self._watch(answer, fields)
         return answer
 
     async def chunks(self, prompt: str | list[Json], **fields: Any) -> AsyncGenerator[Json]:
@@ -139,10 +140,11 @@ class Target:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return json.dumps({"model": self.model, "messages": messages, **fields}).encode()
 
-    def _watch(self, answer: Answer) -> None:
+    def _watch(self, answer: Answer, fields: Mapping[str, Any]) -> None:
         self.num_answers += 1
         self.num_empty += answer.finish_reason == "stop" and not answer.content and not answer.calls
-        self.leaks += [f"{tag} in {answer.content[:60]!r}" for tag in TAGS.findall(answer.content)]
+        tags = TAGS.findall(answer.content) + (TOOL_TAGS.findall(answer.content) if "tools" in fields else [])
+        self.leaks += [f"{tag} in {answer.content[:60]!r}" for tag in tags]
 
 
 def _object(status: int, data: bytes) -> Json:

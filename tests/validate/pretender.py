@@ -56,6 +56,7 @@ class Pretender:
     def __init__(self, *faults: str, model: str = "glm-5.2") -> None:
         assert set(faults) <= set(FAULTS)
         self.faults, self.model = set(faults), model
+        self.replayed = 0 if "goes on alone" in faults else 4
         self.running = self.rounds = self.accepted = self.open = 0
         self.cached: set[str] = set()
 
@@ -95,7 +96,7 @@ class Pretender:
         )
         return (
             f"legato_requests_running {self.running}\nlegato_draft_rounds_total {self.rounds}\n"
-            f"legato_accepted_tokens_total {self.accepted}\nlegato_selfcheck_requests_total 4\n"
+            f"legato_accepted_tokens_total {self.accepted}\nlegato_selfcheck_requests_total {self.replayed}\n"
             f"legato_selfcheck_divergences_total {int('drafts change tokens' in self.faults)}\n{positions}"
         )
 

@@ -136,7 +136,8 @@ class ServeFlags:
     def engine(self) -> Config:
         """The engine's settings. Raises `ConfigError`."""
         shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(EngineFlags)}
-        return EngineFlags(**shared | {"model": self.model if self.model is not None else self.model_flag}).config()
+        shared["model"] = self.model if self.model is not None else self.model_flag
+        return EngineFlags(**shared).config()
 
     def server(self) -> ServerSettings:
         """The server's settings, but for what the checkpoint recommends. Raises `ConfigError`, `SettingsError`."""

@@ -341,7 +341,8 @@ class _Choice:
     def _take(self, gained: Progress, meter: RequestMeter) -> ChoiceStep:
         if gained.prompt_logprobs is not None:
             self._take_prompt(gained)
-        phase, reason, stop = self.reader.phase, cast(Ending | None, gained.finish_reason), None
+        phase, stop = self.reader.phase, None
+        reason: Ending | None = gained.finish_reason
         piece = self.reader.push(gained.tokens)
         events = piece.events
         if piece.stop is not None:

@@ -176,6 +176,7 @@ def test_profile(process: Process, tmp_path: Path) -> None:
     assert any("mm" in event.get("name", "") for event in events)
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_cannot_be_loaded(tmp_path: Path) -> None:
     """The text is that of the fault; it comes from the other process."""
     (tmp_path / "config.json").write_text("{")

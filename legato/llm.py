@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -156,7 +156,7 @@ class LLM:
         prompt = self.render(messages, tools, **arguments)
         return self._complete([prompt.ids], [self._single(prompt, params)])[0]
 
-    def stream(self, prompt: Prompt | ChatPrompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt | ChatPrompt, params: SamplingParams | None = None) -> Generator[Delta]:
         """Yields text as it comes; closing the iterator ends the request.
 
         Raises:

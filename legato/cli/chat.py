@@ -5,7 +5,9 @@ Owns the conversation, the commands typed in it, and the screen. Called by `lega
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +15,8 @@ from rich.console import Console
 from legato.cli.loading import load, speed
 from legato.config import Config
 from legato.llm import LLM
-from legato.server.stream import Part, ReasoningSplit
-from legato.types import SamplingParams
+from legato.server.answer import Answer, ContentText, ReasoningText, Step
+from legato.types import FinishReason, SamplingParams
 
 HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
 
@@ -33,7 +35,7 @@ class Conversation:
         """Forgets everything but the system message."""
         self.messages = list(self.opening)
 
-    def reply(self, text: str) -> Iterator[tuple[Part, str]]:
+    def reply(self, text: str) -> Generator[ReasoningText | ContentText]:
         """Streams the answer to `text`, piece by piece, and remembers both (of an interrupted answer what there was).
 
         Raises:
@@ -41,21 +43,30 @@ class Conversation:
             RequestError: the conversation has outgrown the context.
         """
         self.messages.append({"role": "user", "content": text})
-        said: dict[Part, str] = {"reasoning": "", "content": ""}
+        answer = Answer(self.llm.tokenizer, in_reasoning=False)
         try:
             prompt = self.llm.render(self.messages, **self.arguments)
-            split = ReasoningSplit("reasoning" if prompt.in_reasoning else "content")
-            for delta in self.llm.stream(prompt, self.params):
-                pieces = split.push(delta.text) + (split.finish() if delta.finish_reason else [])
-                for part, piece in pieces:
-                    said[part] += piece
-                    yield part, piece
+            answer = Answer(self.llm.tokenizer, in_reasoning=prompt.in_reasoning, stop=self.params.stop)
+            reason: FinishReason = "stop"
+            with closing(self.llm.stream(prompt, replace(self.params, stop=()))) as deltas:
+                for delta in deltas:
+                    step = answer.push(delta.token_ids)
+                    yield from _texts(step)
+                    reason = delta.finish_reason or reason
+                    if step.stop is not None:
+                        break
+            yield from _texts(answer.finish(reason))
         finally:
-            if said["reasoning"] or said["content"]:
-                answer = {"role": "assistant", "content": said["content"], "reasoning_content": said["reasoning"]}
-                self.messages.append(answer)
+            said = answer.message
+            if said.reasoning or said.content:
+                turn = {"role": "assistant", "content": said.content, "reasoning_content": said.reasoning}
+                self.messages.append(turn)
             else:
                 self.messages.pop()
+
+
+def _texts(step: Step) -> list[ReasoningText | ContentText]:
+    return [event for event in step.events if isinstance(event, ReasoningText | ContentText)]
 
 
 def run(config: Config, params: SamplingParams, system: str | None, arguments: Mapping[str, Any]) -> None:
@@ -83,16 +94,17 @@ def _ask(console: Console) -> str | None:
 
 def _answer(console: Console, conversation: Conversation, text: str) -> None:
     conversation.llm.reset_stats()
-    shown: Part | None = None
+    was_reasoning = False
     pieces = conversation.reply(text)
     try:
-        for part, piece in pieces:
-            if shown == "reasoning" and part == "content":
+        for piece in pieces:
+            is_reasoning = isinstance(piece, ReasoningText)
+            if was_reasoning and not is_reasoning:
                 console.print("\n")
-            shown = part
-            console.print(piece, end="", style="dim" if part == "reasoning" else None, soft_wrap=True)
+            was_reasoning = is_reasoning
+            console.print(piece.text, end="", style="dim" if is_reasoning else None, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(" [stopped]", end="", style="dim")
     finally:
-        pieces.close()  # type: ignore[attr-defined]
+        pieces.close()
     console.print(f"\n{speed(conversation.llm.stats)}", style="dim")

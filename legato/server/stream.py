@@ -1,7 +1,7 @@
 """Incremental text: tokens in, text out, cut exactly at the first stop string that is completed.
 
-Owns UTF-8 that is split across tokens, stop strings, and the split of an answer into reasoning and content. Every result is
-independent of how the tokens are cut into steps. Knows tokens by their bytes only. Called once per step and request by `LLM`.
+Owns UTF-8 that is split across tokens, and stop strings. Every result is independent of how the tokens are cut into steps. Knows
+tokens by their bytes only, and nothing of an answer's structure. Called once per step and request by `LLM`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from legato.server.text import Tokenizer
-
-Part = Literal["reasoning", "content"]
 
 
 class StopMatcher:
@@ -132,38 +129,3 @@ class TextStream:
         self._ended = True
         text, self._pending = self._pending, ""
         return text
-
-
-class ReasoningSplit:
-    """Splits streamed text at `<think>` and `</think>`; the tags themselves belong to neither part.
-
-    The start state comes from the rendered prompt (`ChatPrompt.in_reasoning`), never from a flag.
-    """
-
-    def __init__(self, part: Part) -> None:
-        self.part: Part = part
-        self._matcher = StopMatcher((self._tag,))
-        self._pending = ""
-
-    @property
-    def _tag(self) -> str:
-        return "</think>" if self.part == "reasoning" else "<think>"
-
-    def push(self, text: str) -> list[tuple[Part, str]]:
-        """The pieces of text that can no longer belong to a tag, in order; no piece is empty."""
-        pieces: list[tuple[Part, str]] = []
-        for character in text:
-            self._pending += character
-            if self._matcher.advance(character) is not None:
-                pieces.append((self.part, self._pending[: -len(self._tag)]))
-                self.part = "content" if self.part == "reasoning" else "reasoning"
-                self._matcher, self._pending = StopMatcher((self._tag,)), ""
-        ready = len(self._pending) - self._matcher.held
-        pieces.append((self.part, self._pending[:ready]))
-        self._pending = self._pending[ready:]
-        return [piece for piece in pieces if piece[1]]
-
-    def finish(self) -> list[tuple[Part, str]]:
-        """What was held back at the end of the text."""
-        pending, self._pending = self._pending, ""
-        return [(self.part, pending)] if pending else []

@@ -480,6 +480,28 @@ def test_stop_strings_are_looked_for_in_content_alone(stop: str, tokenizer: Toke
         assert crossing.content == f"{rest}w{half}{rest.lstrip()}w" or crossing.content == f"{rest}w{half}{rest}w"
 
 
+@pytest.mark.parametrize("which", ["tokenizer", "spelled"])
+@pytest.mark.parametrize(
+    ("in_reasoning", "text", "reasoning", "content"),
+    [
+        (True, "hm</think>yes", "hm", "yes"),
+        (True, "never ends", "never ends", ""),
+        (True, "</think>", "", ""),
+        (False, "just text", "", "just text"),
+        (False, "<think>hm</think>yes", "hm", "yes"),
+        (False, "a < b </think", "", "a < b </think"),
+        (True, "a</thin</think>b<think>c</think>d", "a</thinc", "bd"),
+        (False, "thinking is off</think>after all", "", "thinking is offafter all"),
+    ],
+)
+def test_reasoning_and_content(
+    in_reasoning: bool, text: str, reasoning: str, content: str, which: str, request: pytest.FixtureRequest
+) -> None:
+    chosen: Tokenizer = request.getfixturevalue(which)
+    message = said(chosen, text, in_reasoning=in_reasoning, reason="length")
+    assert message == AnswerMessage(reasoning, content, ())
+
+
 def test_stop_tags(tokenizer: Tokenizer) -> None:
     assert said(tokenizer, "a</think>b", stop=("</think>",)) == AnswerMessage("a", "", ())
     heard = hear(tokenizer, [tokenizer.encode_template(f"a</think>b{CALL}c")], stop=("</tool_call>",))

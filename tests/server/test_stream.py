@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.server.stream import ReasoningSplit, StopMatcher, TextStream
+from legato.server.stream import StopMatcher, TextStream
 from legato.server.text import Tokenizer
 
 
@@ -142,24 +142,3 @@ def test_random_tokens_cuts_and_stops(data: st.DataObject, tokenizer: Tokenizer)
     assert (streamed, found) == (right, right_stop)
     assert count == run(tokenizer, [[index] for index in ids], stop)[1]
     assert all(right.startswith(shown) for shown in seen)
-
-
-@pytest.mark.parametrize(
-    ("start", "text", "reasoning", "content"),
-    [
-        ("reasoning", "hm</think>yes", "hm", "yes"),
-        ("reasoning", "never ends", "never ends", ""),
-        ("reasoning", "</think>", "", ""),
-        ("content", "just text", "", "just text"),
-        ("content", "<think>hm</think>yes", "hm", "yes"),
-        ("content", "a < b </think", "", "a < b </think"),
-        ("reasoning", "a</thin</think>b<think>c</think>d", "a</thinc", "bd"),
-    ],
-)
-def test_reasoning_is_split_for_every_cut(start: str, text: str, reasoning: str, content: str) -> None:
-    for first, second in itertools.combinations(range(len(text) + 1), 2):
-        split = ReasoningSplit(start)  # type: ignore[arg-type]
-        pieces = [piece for part in (text[:first], text[first:second], text[second:]) for piece in split.push(part)]
-        pieces += split.finish()
-        assert "".join(piece for part, piece in pieces if part == "reasoning") == reasoning
-        assert "".join(piece for part, piece in pieces if part == "content") == content

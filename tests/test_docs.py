@@ -25,7 +25,7 @@ from legato.checkpoints import SMALL
 from legato.model.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("docs", "legato", "records", "tools")
+FOLDERS = ("docs", "examples", "legato", "records", "tools")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")

@@ -7,12 +7,15 @@ BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 JOBS   ?= 2
+MINUTES  ?= 30
+SOAK_OUT ?= soak.jsonl
 
-.PHONY: help demo check check-full lint types imports test docs clean
+.PHONY: help demo check check-full lint types imports test soak docs clean
 help:
 	@echo "make demo         install into .venv and generate text from the checkpoint that ships with Legato"
 	@echo "make check        what CI runs: lint, types, import rules, CPU tests"
 	@echo "make check-full   the same and the long tests"
+	@echo "make soak         the engine under a generated load for 30 minutes (MINUTES=...): does everything come back?"
 	@echo "make docs         write docs/cli.md anew"
 	@echo "make clean        remove .venv and caches"
 
@@ -38,6 +41,9 @@ imports: $(VENV)/.installed-dev
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu and not full" -n $(JOBS) --dist loadfile --durations 10 --durations-min 5
+
+soak: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m legato.bench.soak --minutes $(MINUTES) --out $(SOAK_OUT)
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m typer legato.__main__ utils docs --name legato --output docs/cli.md

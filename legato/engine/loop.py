@@ -44,13 +44,15 @@ class Launcher(Protocol):
 @dataclass(frozen=True, slots=True)
 class Gauges:
     """How full the engine is now. Pages that running requests hold alone, or that are in quarantine, are used; `cached_pages` are
-    those of the prefix cache, shared by running requests or not. The three kinds are all the pages there are."""
+    those of the prefix cache, shared by running requests or not. The three kinds are all the pages there are. Rows are used until
+    the last iteration that may touch them has come back."""
 
     running: int
     waiting: int
     used_pages: int
     free_pages: int
     cached_pages: int
+    used_rows: int
 
 
 class Engine:
@@ -82,7 +84,8 @@ class Engine:
         scheduler, pages = self._scheduler, self._scheduler.pages
         free, cached = pages.pool.num_free, pages.num_cached
         used = pages.capacity - free - cached
-        return Gauges(scheduler.num_running, scheduler.num_waiting, used, free, cached)
+        rows = scheduler.rows.capacity - scheduler.rows.num_free
+        return Gauges(scheduler.num_running, scheduler.num_waiting, used, free, cached, rows)
 
     @property
     def stats(self) -> Stats:

@@ -12,8 +12,9 @@ from legato.engine.profile import TraceProfiler
 from legato.engine.serving import OnProgress, Served
 from legato.engine.start import open_checkpoint, start
 from legato.llm import vocabulary_of
-from legato.runtime.grammar import Grammars
+from legato.runtime.grammar import Grammars, Vocabulary
 from legato.server.text import Tokenizer
+from legato.types import Grammar
 
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What the server's process reads of a checkpoint, besides `config.json`."""
@@ -32,7 +33,7 @@ def assemble(config: Config, progress: OnProgress) -> Served:
         checkpoint.source.text(name)  # fetches it, where the source is remote
     started = start(config, checkpoint, progress)
     settings, vocab_size = started.settings, started.spec.vocab_size
-    started.engine.runner.grammars = Grammars(vocabulary_of(tokenizer, vocab_size))
+    started.engine.runner.grammars = _warm_grammars(vocabulary_of(tokenizer, vocab_size))
     info = EngineInfo(
         model=config.model or checkpoint.label,
         folder=str(checkpoint.file("config.json").parent),
@@ -47,3 +48,11 @@ def assemble(config: Config, progress: OnProgress) -> Served:
         index=settings.index,
     )
     return Served(started.engine, info, TraceProfiler())
+
+
+def _warm_grammars(vocabulary: Vocabulary) -> Grammars:
+    """Compiles a first grammar now: it takes a large vocabulary about a second, which running requests would have to wait for."""
+    grammars = Grammars(vocabulary)
+    if vocabulary.end_ids:  # without them every grammar is refused
+        grammars.check(Grammar("regex", "."))
+    return grammars

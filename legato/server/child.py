@@ -46,13 +46,17 @@ class Child:
         ours.setblocking(False)
         arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), target]
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                start_new_session=True,  # Ctrl-C in the terminal is for the parent
-            )
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", BOOT, *arguments],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=STDERR,
+                    start_new_session=True,  # Ctrl-C in the terminal is for the parent
+                )
+            except OSError:
+                ours.close()
+                raise
         return cls(process, ours, asyncio.get_running_loop())
 
     @property

@@ -89,6 +89,7 @@ class _Translation:
     def __init__(self, root: Schema, prefix: str) -> None:
         self._root, self._prefix = root, prefix
         self._terminals: list[str] = []
+        self._seen: set[int] = set()
 
     def value(self, argument: str, schema: Any) -> ValueRule:
         alternatives = list(dict.fromkeys(self._alternatives(schema, 0)))
@@ -97,7 +98,10 @@ class _Translation:
 
     def _alternatives(self, schema: Any, depth: int) -> Iterator[str]:
         if depth > MAX_DEPTH:
-            raise SchemaError("its references go round in a circle")
+            raise SchemaError(f"references and alternatives are nested more than {MAX_DEPTH} deep")
+        if id(schema) in self._seen:
+            return
+        self._seen.add(id(schema))
         types = types_of(schema, self._root)
         if types == UNKNOWN or not isinstance(schema, Mapping):
             yield "TEXT?"
@@ -123,10 +127,16 @@ class _Translation:
     def _text(self, schema: Schema) -> str:
         """Text as it is, within the bounds that the schema sets."""
         parts: list[str] = []
-        if "minLength" in schema or "maxLength" in schema:
-            parts.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
-        if "pattern" in schema:
-            parts.append(f"/{_whole(str(schema['pattern']))}/")
+        least, most, pattern = (schema.get(key) for key in ("minLength", "maxLength", "pattern"))
+        for bound in (least, most):
+            if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
+                raise SchemaError(f"a length must be a whole number, got {bound!r:.40}")
+        if not isinstance(pattern, str | None):
+            raise SchemaError(f"a pattern must be text, got {pattern!r:.40}")
+        if least is not None or most is not None:
+            parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
+        if pattern is not None:
+            parts.append(f"/{_whole(pattern)}/")
         if not parts:
             return "TEXT?"
         name = f"{self._prefix.upper()}_{len(self._terminals)}"

@@ -7,7 +7,7 @@ nothing of tokens or HTTP. Called by `server.tools`, `server.tool_call` and `ser
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
 Schema = Mapping[str, Any]
@@ -23,22 +23,29 @@ MAX_DEPTH = 32
 _PYTHON = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
 
 
-def types_of(schema: Any, root: Schema, depth: int = 0) -> Types:
+def types_of(schema: Any, root: Schema) -> Types:
     """The JSON types that `schema` allows; `UNKNOWN` where it does not say. `root` is what `#/...` references start from."""
+    return _types(schema, root, {}, 0)
+
+
+def _types(schema: Any, root: Schema, known: dict[int, Types], depth: int) -> Types:
+    """As `types_of`; `known` by identity, so that a schema whose references fan out, or go round, is read once."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return UNKNOWN
     schema = cast(Schema, schema)
-    parts = [part for part in _declared(schema, root, depth) if part]
-    found = frozenset[str].intersection(*parts) if parts else UNKNOWN
-    if not found and parts:
-        found = parts[0]
-    return found | {"null"} if found and schema.get("nullable") is True else found
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = UNKNOWN
+    parts = [part for part in _declared(schema, lambda inner: _types(inner, root, known, depth + 1), root) if part]
+    found = (frozenset[str].intersection(*parts) or parts[0]) if parts else UNKNOWN
+    known[id(schema)] = found | {"null"} if found and schema.get("nullable") is True else found
+    return known[id(schema)]
 
 
-def _declared(schema: Schema, root: Schema, depth: int) -> Iterator[Types]:
-    """What each keyword of a schema says about the type."""
+def _declared(schema: Schema, types: Callable[[Any], Types], root: Schema) -> Iterator[Types]:
+    """What each keyword of a schema says about the type; `types` reads the schemas in it."""
     if "$ref" in schema:
-        yield types_of(resolve(schema["$ref"], root), root, depth + 1)
+        yield types(resolve(schema["$ref"], root))
     if "const" in schema:
         yield frozenset({type_of(schema["const"])})
     if isinstance(schema.get("enum"), list):
@@ -50,11 +57,10 @@ def _declared(schema: Schema, root: Schema, depth: int) -> Iterator[Types]:
         yield known if len(known) == len(names) else UNKNOWN
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            branches = [types_of(branch, root, depth + 1) for branch in schema[keyword]]
+            branches = [types(branch) for branch in schema[keyword]]
             yield UNKNOWN if UNKNOWN in branches else frozenset().union(*branches)
     if isinstance(schema.get("allOf"), list):
-        for branch in schema["allOf"]:
-            yield types_of(branch, root, depth + 1)
+        yield from map(types, schema["allOf"])
     if declared is None and ("properties" in schema or "additionalProperties" in schema):
         yield frozenset({"object"})
     if declared is None and ("items" in schema or "prefixItems" in schema):
@@ -90,25 +96,34 @@ def resolve(reference: Any, root: Schema) -> Any:
 
 def argument_schemas(parameters: Schema, name: str) -> list[Any]:
     """What `parameters`, the schema of a tool's arguments, says about the argument `name`; empty where it says nothing."""
-    return list(_declarations(parameters, name, parameters, 0)) or list(_declarations(parameters, None, parameters, 0))
+    return _declarations(parameters, name, parameters) or _declarations(parameters, None, parameters)
 
 
-def _declarations(schema: Any, name: str | None, root: Schema, depth: int) -> Iterator[Any]:
-    """Schemas of the property `name`, or with `None` those of any other property, wherever `schema` has them."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return
-    schema = cast(Schema, schema)
+def _declarations(parameters: Schema, name: str | None, root: Schema) -> list[Any]:
+    """Schemas of the property `name`, or with `None` those of any other property, wherever `parameters` has them."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    left: list[Any] = [parameters]
+    while left:
+        schema = left.pop(0)
+        if not isinstance(schema, Mapping) or id(cast(Schema, schema)) in seen:
+            continue
+        schema = cast(Schema, schema)
+        seen.add(id(schema))
+        found += _declared_here(schema, name)
+        left += [resolve(schema["$ref"], root)] if "$ref" in schema else []
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            branches: Any = schema.get(keyword)
+            left += cast(list[Any], branches) if isinstance(branches, list) else []
+    return found
+
+
+def _declared_here(schema: Schema, name: str | None) -> Iterator[Any]:
     properties: Any = schema.get("properties")
     if name is None and isinstance(schema.get("additionalProperties"), Mapping):
         yield schema["additionalProperties"]
     if name is not None and isinstance(properties, Mapping) and name in cast(Schema, properties):
         yield cast(Schema, properties)[name]
-    if "$ref" in schema:
-        yield from _declarations(resolve(schema["$ref"], root), name, root, depth + 1)
-    for keyword in ("allOf", "anyOf", "oneOf"):
-        branches: Any = schema.get(keyword)
-        for branch in cast(Sequence[Any], branches) if isinstance(branches, list) else ():
-            yield from _declarations(branch, name, root, depth + 1)
 
 
 def argument_types(parameters: Schema, name: str) -> Types:

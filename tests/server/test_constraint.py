@@ -210,6 +210,8 @@ def test_bad_response_formats_name_the_field(value: Any, field: str) -> None:
         ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "properties.a"),
         ({"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}}, "properties.a"),
         ({"type": "object"}, ""),
+        ({"type": "object", "properties": {"a": {"type": "string", "maxLength": "1}/"}}}, ""),
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": 5}}}, ""),
         (
             {"type": "object", "properties": {"a": {"allOf": [{"type": "string", "maxLength": 1}, {"maxLength": 2}]}}},
             "",

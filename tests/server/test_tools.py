@@ -130,6 +130,19 @@ def test_types_that_a_schema_allows(schema: Any, types: str) -> None:
     assert types_of(schema, {"$defs": definitions}) == set(types.split())
 
 
+def test_schemas_that_fan_out_are_read_once() -> None:
+    """2^60 ways through the references, and references in a circle: read in no time."""
+    definitions: dict[str, Any] = {
+        f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"$ref": f"#/$defs/d{n + 1}"}]} for n in range(60)
+    }
+    definitions["circle"] = {"allOf": [{"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/circle"}]}
+    parameters = {"$defs": definitions, "anyOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/circle"}]}
+    tools = Tools.from_openai([{"type": "function", "name": "f", "parameters": parameters}])
+    assert tools is not None and not tools.argument_types("f", "a")
+    for name in ("d0", "circle"):
+        assert not types_of({"$ref": f"#/$defs/{name}"}, parameters)
+
+
 def test_arguments_are_found_where_schemas_hide_them() -> None:
     parameters = {
         "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": {"type": "integer"}}}],

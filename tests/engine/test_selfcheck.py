@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 
 import pytest
 
+from legato.bench.overhead import InstantRunner
 from legato.config import Config, ConfigError
+from legato.engine.loop import Engine
 from legato.engine.selfcheck import JUDGED_TOKENS, AcceptMonitor, SelfCheck, first_divergence
 from legato.llm import LLM
-from legato.schedule import Progress, Request
+from legato.schedule import Limits, Progress, Request, Scheduler
 from legato.types import Divergence, SamplingParams, TokenLogprob
 from tests.engine.conftest import Shipped, requests, run
 
@@ -114,3 +117,18 @@ def test_all_requests_together_are_judged(caplog: pytest.LogCaptureFixture) -> N
         for number in range(8 * JUDGED_TOKENS):
             monitor.take([Progress(f"r{number}", (1,), "length", accepted=0, drafted=5)])
     assert "all requests together" in caplog.text and monitor.collapsed == 0
+
+
+def test_the_engine_counts_collapsed_drafting() -> None:
+    """Two requests whose drafts are never accepted, one that is too short to be judged; a reset starts the count anew."""
+    limits = Limits(max_running=3, chunk_tokens=64, context=512, num_drafts=3, num_pages=40, page_size=64)
+    runner = InstantRunner(limits.num_drafts)
+    runner._accepted = itertools.repeat(0)
+    engine = Engine(Scheduler(limits), runner, overlap=True)
+    run(
+        engine,
+        [Request(f"r{n}", (1, 2), SamplingParams(max_tokens=most), (), n) for n, most in enumerate((200, 200, 90))],
+    )
+    assert engine.stats.collapsed == 2 and engine.stats.accept_length == 1
+    engine.reset_stats()
+    assert engine.stats.collapsed == 0

@@ -222,6 +222,13 @@ def _sample(vocab: int) -> Callable[[Draw], Rowwise]:
     return make
 
 
+def _penalize(draw: Draw) -> Rowwise:
+    """Rows with other counts, prompts and penalties each."""
+    counts, in_prompt = draw.integers(POOL, 1001, low=0, high=4), draw.uniform(POOL, 1001) < 0.3
+    penalties = (draw.uniform(POOL, low=0.5, high=1.8), *(draw.uniform(POOL, low=-2, high=2) for _ in range(2)))
+    return Rowwise((draw.normal(POOL, 1001, scale=3.0), counts, in_prompt, *penalties), ops.penalize)
+
+
 def _logprobs(draw: Draw) -> Rowwise:
     rows = draw.normal(POOL, 1001), draw.integers(POOL, low=0, high=1001, dtype=torch.int64)
     return Rowwise(rows, lambda logits, tokens: ops.logprobs(logits, tokens, 5))
@@ -277,6 +284,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     "sample 2048": _sample(2048),
     "sample 1001": _sample(1001),
     "logprobs": _logprobs,
+    "penalize": _penalize,
 }
 
 

@@ -128,6 +128,29 @@ def test_it_is_admitted_as_soon_as_pages_are_free() -> None:
     assert bench.running() == ["long", "next"]
 
 
+def test_one_refused_for_pages_in_quarantine_is_admitted_when_they_are_back() -> None:
+    """12 pages, 4 of them held by "long". "short" has ended, but the iteration in the air may read its cached pages: evicting
+    one of them for "next" does not free it yet. It waits for that iteration, and for nothing else."""
+    bench = Bench(replace(LIMITS, num_pages=13, chunk_tokens=64), overlap=True)
+    bench.add("long", (1,) * 8, 30)
+    bench.add("short", (2,) * 12, 2)
+    bench.add("next", (0,) * 16, 4)
+    bench.turn(3)
+    pages = bench.scheduler.pages
+    assert bench.end("short") == "length" and pages.num_available == 7 and pages.pool.num_quarantined == 1
+    plan = bench.scheduler.plan(0.0)
+    assert not plan.admits and pages.counters.evicted_pages == 1 and pages.pool.num_quarantined == 2
+    assert bench.scheduler._refused is not None, "it is not looked at again before something has become free"
+    bench.flight, landed = bench.device.run(plan, bench.luck), bench.flight
+    assert landed is not None
+    bench.progress += bench.scheduler.settle(landed)
+    assert pages.pool.num_quarantined == 0
+    assert [admit.max_length for admit in bench.turn().admits] == [20]
+    assert bench.running() == ["long", "next"]
+    bench.finish()
+    assert bench.end("next") == bench.end("long") == "length"
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_least_important_makes_room_and_says_nothing_twice(overlap: bool) -> None:
     """A pool of 1.2 requests: constant preemption, and every text is the text alone."""

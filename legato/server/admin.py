@@ -165,8 +165,10 @@ def operations(service: Service) -> APIRouter:
         await service.engine.reset_stats()
         return _json({"success": True, "pages": pages})
 
-    for method in ("GET", "POST"):
-        for path in ("/flush_cache", "/reset_prefix_cache"):
+    for path in ("/flush_cache", "/reset_prefix_cache"):
+        # One route for both methods, so that a 405 names both; the two below are for the document, which wants a name for each.
+        routes.add_api_route(path, flush_cache, methods=["GET", "POST"], include_in_schema=False)
+        for method in ("GET", "POST"):
             name = f"{path.strip('/')}_{method.lower()}"
             routes.add_api_route(
                 path, flush_cache, methods=[method], response_model=Flushed, responses=errors, operation_id=name

@@ -21,7 +21,7 @@ from legato.server.generation import Answered, Generation, Job, new_id
 from legato.server.logprob_text import finite, token_text
 from legato.server.openai_completions import MAX_PROMPTS, Ids, Prompts, Texts
 from legato.server.plain_text import PlainText
-from legato.server.sampling_fields import SamplingFields, TokenId
+from legato.server.sampling_fields import LogitBias, SamplingFields, StopIds
 from legato.server.service import Service
 from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
 from legato.server.validation import JsonRoute, OnlyFalse, OnlyTrue, RequestModel
@@ -42,9 +42,9 @@ class NativeSampling(RequestModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
     sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

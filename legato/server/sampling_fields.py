@@ -21,6 +21,12 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_BANNED = 4096
 """Most ids in a list of allowed or bad ones, or in `logit_bias`."""
 
+StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=BAN, le=-BAN)]],
+    Field(max_length=MAX_BANNED),
+]
+
 NotSupported = Annotated[None, Field(description="Not supported: leave it out.")]
 """A field of the API that is known and refused: its only value is `null`."""
 
@@ -93,19 +99,15 @@ class SamplingFields(RequestModel):
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     seed: Whole64 | None = Field(None, description="Same seed, same text.")
     stop: str | list[str] | None = Field(None, description="The text ends before the one that is completed first.")
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: (
-        Annotated[
-            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=BAN, le=-BAN)]],
-            Field(max_length=MAX_BANNED),
-        ]
-        | None
-    ) = Field(None, description="Token id to what is added to its logit; -100 takes it away.")
+    logit_bias: LogitBias | None = Field(
+        None, description="Token id to what is added to its logit; -100 takes it away."
+    )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_BANNED)] | None = None
     bad_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BANNED)] | None = None
     response_format: ResponseFormat | None = None

@@ -8,19 +8,27 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from legato.server.app import create_app
+from legato.server.chat_request import ChatRequest
 from legato.server.client import EngineFailed, GenerationRequest, RequestRefused
 from legato.server.metrics import Metrics
+from legato.server.openai_completions import CompletionRequest
 from legato.server.service import ModelText
 from legato.server.settings import Access, Replies, RequestLimits, ServerSettings
+from legato.server.validation import known_fields
 from tests.server.fake_engine import FakeEngine
 from tests.server.live import Live
 
+OWN_ROUTES = (
+    "/v1/chat", "/v1/completions", "/v1/models", "/tokenize", "/generate", "/health", "/ready", "/v1/health", "/ping", "/metrics",
+    "/server_info", "/version", "/flush", "/reset", "/abort", "/start", "/stop",
+)  # fmt: skip
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {
     "type": "function",
@@ -524,3 +532,18 @@ def test_cors_for_the_origins_that_are_named(made: Any) -> None:
 def test_the_id_of_a_request_is_sent_back(server: Server) -> None:
     assert server.http.get("/ping", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert server.http.get("/ping", headers={"x-request-id": "no id"}).headers["x-request-id"].startswith("req-")
+
+
+def test_the_page_of_the_api_names_every_field_and_route(server: Server) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text()
+    missing = [
+        name for model in (ChatRequest, CompletionRequest) for name in known_fields(model) if f"`{name}`" not in page
+    ]
+    assert not missing
+    routes = [
+        path
+        for path in server.http.get("/openapi.json").json()["paths"]
+        if path.startswith(OWN_ROUTES) and "." not in path
+    ]
+    shown = page.replace("{id}", "{model}")
+    assert len(routes) > 15 and not [path for path in routes if f"{path}`" not in shown]

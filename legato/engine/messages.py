@@ -127,6 +127,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
         finish_reason: set on the last one only, which may carry tokens too.
         accepted, drafted: drafts that the model agreed with, of those that were verified.
         cached_tokens: tokens of the prompt that were found in the prefix cache.
+        queued_seconds: from when the engine read the request until it first ran; `None`: it has not, or it is not known.
     """
 
     request_id: str
@@ -137,6 +138,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    queued_seconds: float | None = None
 
 
 class Gained(msgspec.Struct, frozen=True, array_like=True, tag=True):

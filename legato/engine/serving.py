@@ -71,6 +71,7 @@ class Serving:
         self._refused: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._before_reset: Counter[str] = Counter()
+        self._read_at: dict[str, float] = {}
         self._turns: deque[float] = deque(maxlen=JUDGED_TURNS)
         self._reported_at, self._has_worked = -IDLE_REPORT_S, False
 
@@ -102,7 +103,7 @@ class Serving:
             self._turns.append(time.perf_counter() - started)
         self._has_worked = True
         if gained:
-            self._channel.send(messages.Gained(tuple(_told(progress) for progress in gained)))
+            self._channel.send(messages.Gained(tuple(self._told(progress) for progress in gained)))
             self._finished.update(entry.finish_reason for entry in gained if entry.finish_reason is not None)
 
     def _take(self, message: messages.ToEngine) -> None:
@@ -138,6 +139,7 @@ class Serving:
             self._channel.send(messages.Refused(message.id, kind, error.name, str(error)))
         else:
             self._submitted += 1
+            self._read_at[message.id] = time.monotonic()
 
     def _check(self, request: Request) -> None:
         """What fails here has touched nothing yet, and concerns this request alone."""
@@ -204,6 +206,23 @@ class Serving:
             **self._resettable(),
         )
 
+    def _told(self, progress: Progress) -> messages.Progress:
+        some = progress.prompt_logprobs
+        read_at = self._read_at.get(progress.request_id)
+        if progress.finish_reason is not None:
+            self._read_at.pop(progress.request_id, None)
+        return messages.Progress(
+            progress.request_id,
+            progress.tokens,
+            progress.finish_reason,
+            progress.accepted,
+            progress.drafted,
+            progress.cached_tokens,
+            progress.logprobs,
+            None if some is None else messages.PromptLogprobs(some.start, some.logprobs),
+            None if read_at is None or progress.admitted_at is None else max(0.0, progress.admitted_at - read_at),
+        )
+
     def _resettable(self) -> Counter[str]:
         """Those counters of the engine that start anew at a reset, counted on over all resets."""
         return self._before_reset + counted(self._engine.stats, self._num_drafts)
@@ -222,20 +241,6 @@ def counted(stats: Stats, num_drafts: int) -> Counter[str]:
         checked=stats.checked,
         diverged=stats.diverged,
         collapsed=stats.collapsed,
-    )
-
-
-def _told(progress: Progress) -> messages.Progress:
-    some = progress.prompt_logprobs
-    return messages.Progress(
-        progress.request_id,
-        progress.tokens,
-        progress.finish_reason,
-        progress.accepted,
-        progress.drafted,
-        progress.cached_tokens,
-        progress.logprobs,
-        None if some is None else messages.PromptLogprobs(some.start, some.logprobs),
     )
 
 

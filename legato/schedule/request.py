@@ -58,7 +58,8 @@ class Request:
 class Progress:
     """What one iteration brought to one request. Every request that was added ends with exactly one `finish_reason`.
 
-    `cached_tokens`: how many tokens of the prompt were found in the prefix cache when it was first admitted.
+    `cached_tokens`: how many tokens of the prompt were found in the prefix cache when it was first admitted, at the time
+    `admitted_at` (`None`: it never was).
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class Progress:
     accepted: int = 0
     drafted: int = 0
     cached_tokens: int = 0
+    admitted_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +88,7 @@ class Sequence:
         in_flight: iterations that decode it and have not come back.
         last_epoch: the last iteration that touches its row and pages.
         cached: prompt tokens that its first admission found in the cache.
+        admitted_at: when that was, on the clock of the deadlines.
         reported: prompt tokens whose log-probabilities have been passed on.
     """
 
@@ -102,6 +105,7 @@ class Sequence:
     in_flight: int = 0
     last_epoch: int = -1
     cached: int | None = None
+    admitted_at: float | None = None
     reported: int = 0
 
     @property

@@ -106,6 +106,8 @@ class Scheduler:
                 budget -= len(extends[-1].tokens)
         admits: list[Admit] = []
         while budget > 0 and (sequence := self._admit_next()) is not None:
+            if sequence.admitted_at is None:
+                sequence.admitted_at = now
             admits.append(self._admission(sequence))
             extends.append(self._extend(sequence, budget))
             budget -= len(extends[-1].tokens)
@@ -285,6 +287,7 @@ class Scheduler:
             accepted=emission.accepted,
             drafted=emission.drafted,
             cached_tokens=sequence.cached or 0,
+            admitted_at=sequence.admitted_at,
         )
         return [progress]
 
@@ -303,7 +306,8 @@ class Scheduler:
 
     def _cancel(self, sequence: Sequence, reason: FinishReason) -> None:
         self._end(sequence)
-        self._ended.append(Progress(sequence.request.id, (), reason, cached_tokens=sequence.cached or 0))
+        cached, admitted_at = sequence.cached or 0, sequence.admitted_at
+        self._ended.append(Progress(sequence.request.id, (), reason, cached_tokens=cached, admitted_at=admitted_at))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._unseat(sequence)

@@ -297,11 +297,10 @@ class Generation:
 class _Choice:
     """One sample of a job: its request to the engine, its reader, and what it has used."""
 
-    def __init__(
-        self, engine: Engine, metrics: Metrics, index: int, request: GenerationRequest, job: Job
-    ) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, index: int, request: GenerationRequest, job: Job) -> None:
         self.request, self.reader, self._stop = request, job.reader(), job.params.stop
         self.num_tokens = self.cached_tokens = 0
+        self._queued_s: float | None = None
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self._engine, self._metrics, self._index = engine, metrics, index
         self._started = time.monotonic()
@@ -368,7 +367,7 @@ class _Choice:
         )
 
     def _count(self, gained: Progress, num_tokens: int) -> None:
-        self.cached_tokens = gained.cached_tokens
+        self.cached_tokens, self._queued_s = gained.cached_tokens, gained.queued_seconds
         self.num_tokens += num_tokens
         self._rounds += gained.drafted > 0
         self._drafted += gained.drafted
@@ -393,6 +392,7 @@ class _Choice:
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.cached_tokens,
             reasoning_tokens=self.reader.reasoning_tokens,
+            queued_s=self._queued_s,
         )
 
 

@@ -150,6 +150,10 @@ def test_metrics_agree_with_usage(served: Served) -> None:
     assert grown("legato_requests_total") == 1 and grown("legato_requests_refused_total") == 1
     assert 0 < grown("legato_accepted_tokens_total") <= grown("legato_drafted_tokens_total")
     assert after["legato_requests_running"] == after["legato_requests_waiting"] == 0
+    for name in ("queue", "prefill", "decode", "e2e"):
+        assert grown(f"legato_{name}_seconds_count") == 1
+    parts = sum(grown(f"legato_{name}_seconds_sum") for name in ("queue", "prefill", "decode"))
+    assert 0 < parts <= grown("legato_e2e_seconds_sum")
     assert after["legato_startup_total_seconds"] >= after["legato_startup_load_seconds"] > 0
 
 

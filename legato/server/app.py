@@ -31,6 +31,8 @@ DESCRIPTION = (
 )
 EXPECTED = (ApiError, RequestRefused, ParameterError, ChatError, EngineFailed, CommandFailed, HTTPException)
 CLIENT_GONE = 499
+NO_REQUEST = (401, 404, 405, 413)
+"""Refusals that are counted elsewhere, or that are none: there was no such route or model."""
 
 
 def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, metrics: Metrics) -> FastAPI:
@@ -59,9 +61,9 @@ def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, 
 def _add_handlers(app: FastAPI, service: Service) -> None:
     def tell(request: Request, error: Exception) -> Response:
         told = api_error(error)
-        kind = _refusal(told.status)
-        if kind is not None and not isinstance(error, RequestRefused):
-            service.metrics.refused(kind)
+        is_counted = isinstance(error, RequestRefused) or told.status in NO_REQUEST
+        if 400 <= told.status < 500 and not is_counted:
+            service.metrics.refused("invalid")
         return response_to(told, request.url.path, getattr(request.state, "request_id", None))
 
     def gone(request: Request, error: Exception) -> Response:
@@ -70,13 +72,6 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
     for kind in (*EXPECTED, RequestValidationError):
         app.add_exception_handler(kind, tell)
     app.add_exception_handler(ClientGone, gone)
-
-
-def _refusal(status: int) -> str | None:
-    """What a refusal counts as; the guard and the engine's client count theirs themselves."""
-    if status in (413, 401):
-        return None
-    return "invalid" if 400 <= status < 500 else None
 
 
 def _document(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:

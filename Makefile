@@ -10,11 +10,12 @@ JOBS   ?= 2
 MINUTES  ?= 30
 SOAK_OUT ?= soak.jsonl
 
-.PHONY: help demo check check-full lint types imports test soak docs clean
+.PHONY: help demo check check-full check-clients lint types imports test soak docs clean
 help:
 	@echo "make demo         install into .venv and generate text from the checkpoint that ships with Legato"
 	@echo "make check        what CI runs: lint, types, import rules, CPU tests"
 	@echo "make check-full   the same and the long tests"
+	@echo "make check-clients  other projects' clients and testers against the server"
 	@echo "make soak         the engine under a generated load for 30 minutes (MINUTES=...): does everything come back?"
 	@echo "make docs         write docs/cli.md anew"
 	@echo "make clean        remove .venv and caches"
@@ -27,7 +28,11 @@ demo: $(VENV)/.installed
 check: lint types imports test
 
 check-full: lint types imports $(VENV)/.installed-dev
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not clients"
+
+check-clients: $(VENV)/.installed-dev
+	@$(PIP) --editable '.[dev,clients]'
+	$(PYTEST) -m clients tests/clients
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -40,7 +45,7 @@ imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-logo
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not gpu and not full" -n $(JOBS) --dist loadfile --durations 10 --durations-min 5
+	$(PYTEST) -m "not gpu and not full and not clients" -n $(JOBS) --dist loadfile --durations 10 --durations-min 5
 
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m legato.bench.soak --minutes $(MINUTES) --out $(SOAK_OUT)

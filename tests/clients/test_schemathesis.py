@@ -1,0 +1,53 @@
+"""Every route against its own OpenAPI document, with what schemathesis makes of it: no server error, no reply outside its schema."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.server.app import create_app
+from legato.server.client import GenerationRequest
+from legato.server.metrics import Metrics
+from legato.server.service import ModelText
+from legato.server.settings import ServerSettings
+from legato.server.text import Folder
+from tests.server.fake_engine import FakeEngine
+from tests.server.live import Live
+
+SMALL = Path(__file__).resolve().parents[2] / "legato" / "checkpoints" / "small"
+CHECKS = (
+    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
+    "response_schema_conformance", "negative_data_rejection", "unsupported_method", "allow_header_conformance",
+)  # fmt: skip
+"""All but `positive_data_acceptance`: that a regular expression compiles, or that a prompt fits, no schema can say."""
+
+
+@pytest.mark.clients
+def test_every_route_keeps_to_its_document(tmp_path: Path) -> None:
+    text = ModelText.open(Folder(SMALL))
+
+    def script(request: GenerationRequest) -> list[list[int]]:
+        ids = text.tokenizer.encode_template("Let me see.</think>The answer is 5.<|user|>")
+        return [ids[at : at + 3] for at in range(0, len(ids), 3)]
+
+    async def start() -> tuple[Any, Callable[[], Awaitable[None]]]:
+        async def end() -> None: ...
+
+        engine: Any = FakeEngine(script)
+        return create_app(engine, text, ServerSettings(), Metrics("small")), end
+
+    live = Live(start)
+    try:
+        program = Path(sys.executable).with_name("schemathesis")
+        command = [str(program), "run", f"{live.url}/openapi.json", "--checks", ",".join(CHECKS)]
+        command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "30", "--seed", "1"]
+        command += ["--suppress-health-check", "all", "--continue-on-failure", "--warnings", "off"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    finally:
+        live.close()
+    assert result.returncode == 0, result.stdout[-8000:]

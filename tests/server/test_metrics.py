@@ -188,11 +188,11 @@ def test_leaving_without_an_end_is_counted(metrics: Metrics, raised: type[BaseEx
     assert metrics.endings["stop"] == 0 and metrics.running_meters == 0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from([*PHASES, "unheard_of"]), st.integers(0, 8), st.integers(0, 7), st.integers(0, 7)),
-        max_size=12,
+        max_size=6,
     ),
     st.sampled_from([*ENDINGS, "unheard_of"]),
     st.sampled_from([*REFUSALS, "unheard_of"]),

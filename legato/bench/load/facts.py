@@ -19,7 +19,7 @@ from legato.bench.load.wire import Wire, WireError
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 _DRAFTS = (
-    ("legato_drafts_total", "legato_accepted_drafts_total"),
+    ("legato_draft_rounds_total", "legato_accepted_tokens_total"),
     ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"),
 )
 """Counters of verifications and of accepted drafts, by engine: accept length = 1 + accepted / verifications."""

@@ -40,6 +40,14 @@ function drawLine(svg, values, low = 0) {
   svg.replaceChildren(...paths);
 }
 
+/** The mean of each value and the four before it, without those that are missing: a slow engine is quiet for seconds. */
+function smooth(values) {
+  return values.map((_, index) => {
+    const known = values.slice(Math.max(0, index - 4), index + 1).filter((value) => value !== null);
+    return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+  });
+}
+
 /** Rows of a label, a bar and a value; `share` is the bar's length, 0 to 1. */
 function drawBars(container, rows) {
   container.replaceChildren(...rows.flatMap(({ label, share, text }) => {
@@ -110,8 +118,8 @@ function draw(seen) {
   $("accept").textContent = number(accept.recent ?? accept.overall, 2);
   $("prefill").textContent = `prefill ${number(seen.prompt_tokens_per_second)} tokens/s`;
   const pad = Array(Math.max(0, 120 - seen.history.length)).fill(null);
-  drawLine($("throughput-line"), [...pad.map(() => 0), ...seen.history.map((second) => second.tokens)]);
-  drawLine($("accept-line"), [...pad, ...seen.history.map((second) => second.accept_length)], 1);
+  drawLine($("throughput-line"), smooth([...pad.map(() => 0), ...seen.history.map((second) => second.tokens)]));
+  drawLine($("accept-line"), smooth([...pad, ...seen.history.map((second) => second.accept_length)]), 1);
   drawBars($("positions"), positions.map((share, index) => (
     { label: `draft ${index + 1}`, share: share ?? 0, text: share === null ? "\u2013" : `${(share * 100).toFixed(0)} %` })));
   drawBars($("phases"), [["overall", accept.overall], ...Object.entries(accept.by_phase)].map(([name, value]) => (

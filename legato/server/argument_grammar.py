@@ -16,7 +16,8 @@ from legato.server.arguments import MAX_DEPTH, UNKNOWN, Schema, resolve, types_o
 from legato.server.tool_call import END_KEY, END_VALUE, KEY, VALUE
 
 TERMINALS = (r"TEXT: /(?s:.+)/", r"KEY: /[^\r\n]{1,256}/")
-ANY_ARGUMENTS = f"({KEY} KEY {END_KEY} {VALUE} TEXT? {END_VALUE})*"
+ANY_VALUE = "TEXT?"
+ANY_ARGUMENTS = f"({KEY} KEY {END_KEY} {VALUE} {ANY_VALUE} {END_VALUE})*"
 """Arguments of any name and value."""
 NO_ARGUMENTS = '""'
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -75,12 +76,18 @@ def arguments_grammar(parameters: Schema, prefix: str) -> ArgumentsGrammar | Non
 
 
 def json_rule(schema: Schema, root: Schema | None = None) -> str:
-    """JSON text of a schema, spaced in one way. Definitions that `schema` refers to are taken from `root`."""
-    text = json.dumps(schema)
+    """JSON text of a schema, spaced in one way. Definitions that `schema` refers to are taken from `root`.
+
+    Raises:
+        SchemaError: the schema is nested too deeply to be written down.
+    """
     definitions = {}
-    if root is not None and '"$ref"' in text:
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return f"%json {json.dumps({**definitions, **schema, 'x-guidance': _SPACING})}"
+    try:
+        if root is not None and '"$ref"' in json.dumps(schema):
+            definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return f"%json {json.dumps({**definitions, **schema, 'x-guidance': _SPACING})}"
+    except RecursionError as error:
+        raise SchemaError("it is nested too deeply") from error
 
 
 class _Translation:
@@ -93,7 +100,7 @@ class _Translation:
 
     def value(self, argument: str, schema: Any) -> ValueRule:
         alternatives = list(dict.fromkeys(self._alternatives(schema, 0)))
-        rule = "TEXT?" if "TEXT?" in alternatives else " | ".join(alternatives)
+        rule = ANY_VALUE if ANY_VALUE in alternatives else " | ".join(alternatives)
         return ValueRule(argument, self._prefix, rule, tuple(self._terminals))
 
     def _alternatives(self, schema: Any, depth: int) -> Iterator[str]:
@@ -104,7 +111,7 @@ class _Translation:
         self._seen.add(id(schema))
         types = types_of(schema, self._root)
         if types == UNKNOWN or not isinstance(schema, Mapping):
-            yield "TEXT?"
+            yield ANY_VALUE
             return
         schema = cast(Schema, schema)
         if "string" not in types:
@@ -138,7 +145,7 @@ class _Translation:
         if pattern is not None:
             parts.append(f"/{_whole(pattern)}/")
         if not parts:
-            return "TEXT?"
+            return ANY_VALUE
         name = f"{self._prefix.upper()}_{len(self._terminals)}"
         self._terminals.append(f"{name}: {' & '.join(parts)}")
         return name

@@ -103,17 +103,26 @@ class ChatTemplate:
         self._check_arguments(arguments)
         if not messages:
             raise ChatError("messages: at least one message is needed")
+        try:
+            text = self._text(messages, tools, arguments)
+        except RecursionError as error:
+            raise ChatError("messages: the conversation or its tools are nested too deeply") from error
+        ids = self._tokenizer.encode_template(text)
+        return ChatPrompt(text.replace(GUARD, ""), tuple(ids), self._ends_in_reasoning(ids))
+
+    def _text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any]
+    ) -> str:
+        """The rendered conversation, guards still in it."""
         values = {
             "messages": [self._guarded(message) for message in normal_messages(messages)],
             "tools": [self._guarded(tool) for tool in tools] if tools else None,
             **{name: self._guarded(value) for name, value in arguments.items()},
         }
         try:
-            text = self._template.render(**self._tokenizer.names, **values, add_generation_prompt=True)
+            return self._template.render(**self._tokenizer.names, **values, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
             raise ChatError(f"{self.origin}: the chat template refused the conversation: {error}") from error
-        ids = self._tokenizer.encode_template(text)
-        return ChatPrompt(text.replace(GUARD, ""), tuple(ids), self._ends_in_reasoning(ids))
 
     @property
     def can_skip_reasoning(self) -> bool:

@@ -14,7 +14,14 @@ from typing import Any, cast
 from llguidance import LLMatcher
 
 from legato.server.answer import END_THINK
-from legato.server.argument_grammar import ANY_ARGUMENTS, TERMINALS, SchemaError, arguments_grammar, json_rule
+from legato.server.argument_grammar import (
+    ANY_ARGUMENTS,
+    ANY_VALUE,
+    TERMINALS,
+    SchemaError,
+    arguments_grammar,
+    json_rule,
+)
 from legato.server.text import Tokenizer
 from legato.server.tool_call import CALL, CALL_TAGS, END_CALL
 from legato.server.tools import Tool, Tools
@@ -82,7 +89,10 @@ def answer_format(value: Any) -> Grammar | None:
         schema: Any = cast(Mapping[str, Any], inner).get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
             raise ParameterError(f"{path}.schema", f"must be a JSON schema (an object), got {schema!r:.80}")
-        checked(json_rule(cast(Mapping[str, Any], schema)), f"{path}.schema")
+        try:
+            checked(json_rule(cast(Mapping[str, Any], schema)), f"{path}.schema")
+        except SchemaError as error:
+            raise ParameterError(f"{path}.schema", f"cannot be enforced: {error}") from error
         return Grammar("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
     if kind in ("regex", "grammar"):
         text = fields.get(kind)
@@ -130,19 +140,29 @@ def _calls(tools: Tools, *, has_format: bool) -> _Calls | None:
 
 
 def _arguments(tool: Tool, number: int, rules: list[str]) -> str:
-    """Adds the rules of a tool's arguments and returns the name of the first one."""
+    """Adds the rules of a tool's arguments and returns what stands for them in a call.
+
+    What cannot be put into a grammar is refused for a strict tool, and free for others: only `strict` promises the schema.
+    """
     path = f"tools[{number}].function.parameters"
     try:
         grammar = arguments_grammar(tool.parameters, f"t{number}")
     except SchemaError as error:
-        raise ParameterError(path, f"cannot be enforced: {error}") from error
+        if tool.strict:
+            raise ParameterError(path, f"cannot be enforced: {error}") from error
+        return ANY_ARGUMENTS
     if grammar is None:
         if tool.strict:
             raise ParameterError(path, "cannot be enforced: with strict, it must list the arguments as properties")
         return ANY_ARGUMENTS
     for value in grammar.values:
-        checked(value.rule, f"{path}.properties.{value.argument}", value.terminals)
-        rules += [f"{value.name}: {value.rule}", *value.terminals]
+        try:
+            checked(value.rule, f"{path}.properties.{value.argument}", value.terminals)
+            rules += [f"{value.name}: {value.rule}", *value.terminals]
+        except ParameterError:
+            if tool.strict:
+                raise
+            rules.append(f"{value.name}: {ANY_VALUE}")
     rules.append(f"t{number}: {grammar.sequence}")
     return f"t{number}"
 

@@ -294,6 +294,19 @@ def test_parts_that_cannot_stand_there_are_refused(content: list[Any], template:
         template.render([USER, {"role": "user", "content": content}])
 
 
+def test_deep_nesting_is_refused(template: ChatTemplate) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(950):
+        deep = {"a": deep}
+    call = {"function": {"name": "f", "arguments": json.dumps(deep)}}
+    for messages, tools in (
+        ([USER, {"role": "assistant", "tool_calls": [call]}], None),
+        ([USER], [{"function": {"name": "f", "parameters": deep}}]),
+    ):
+        with pytest.raises(ChatError, match=r"nested too deeply|not valid JSON"):
+            template.render(messages, tools)
+
+
 def test_attribution_lines_do_not_defeat_the_prefix_cache(template: ChatTemplate) -> None:
     """Requests that differ in nothing else have the same tokens, in whatever shape the line comes."""
 

@@ -112,6 +112,31 @@ def test_required_calls(text: str, right: bool, grammars: Grammars, shipped: Tok
     assert fits(grammars, shipped, grammar_of(shipped, tools_of("required")), text) == right
 
 
+def test_only_strict_promises_the_schema(grammars: Grammars, shipped: Tokenizer) -> None:
+    """A required call whose schema has no grammar is made all the same; its other arguments fit."""
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(100):
+        deep = {"type": "object", "properties": {"a": deep}}
+    for odd in ({"type": "object", "not": {}}, deep):
+        schema = {"type": "object", "properties": {"odd": odd, "n": {"type": "integer"}}, "required": ["odd", "n"]}
+        function = {"name": "f", "parameters": schema}
+        with pytest.raises(ParameterError, match=r"tools\[0\].function.parameters.properties.odd: cannot be enforced"):
+            grammar_of(shipped, Tools.from_openai([{"type": "function", **function, "strict": True}], "required"))
+        grammar = grammar_of(shipped, Tools.from_openai([{"type": "function", **function}], "required"))
+        call = (
+            "<tool_call>f<arg_key>odd</arg_key><arg_value>{x</arg_value>"
+            "<arg_key>n</arg_key><arg_value>5</arg_value></tool_call>"
+        )
+        assert fits(grammars, shipped, grammar, call) and not fits(grammars, shipped, grammar, call.replace("5", "x"))
+        with pytest.raises(ParameterError) as caught:
+            answer_format({"type": "json_schema", "schema": odd})
+        assert caught.value.name == "response_format.schema"
+    free = grammar_of(
+        shipped, Tools.from_openai([{"type": "function", "name": "f", "parameters": {"type": "object"}}], "required")
+    )
+    assert fits(grammars, shipped, free, call)
+
+
 def test_named_and_single_calls(grammars: Grammars, shipped: Tokenizer) -> None:
     named = grammar_of(shipped, tools_of({"type": "function", "function": {"name": "now"}}))
     assert fits(grammars, shipped, named, NOW) and not fits(grammars, shipped, named, CALL)

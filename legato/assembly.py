@@ -6,12 +6,13 @@ tensors. Named on the command line of `engine.process`, which calls it.
 
 from __future__ import annotations
 
-from legato.config import Config, from_environment
+from legato.config import Config, ConfigError, from_environment
 from legato.engine.messages import EngineInfo
 from legato.engine.profile import TraceProfiler
 from legato.engine.serving import OnProgress, Served
 from legato.engine.start import open_checkpoint, start
 from legato.llm import vocabulary_of
+from legato.ops import BindError
 from legato.runtime.grammar import Grammars, Vocabulary
 from legato.server.text import Tokenizer
 from legato.types import Grammar
@@ -31,7 +32,10 @@ def assemble(config: Config, progress: OnProgress) -> Served:
     tokenizer = Tokenizer.open(checkpoint.source)
     for name in TEXT_FILES:
         checkpoint.source.text(name)  # fetches it, where the source is remote
-    started = start(config, checkpoint, progress)
+    try:
+        started = start(config, checkpoint, progress)
+    except BindError as error:
+        raise ConfigError(f"ops: {error}") from error
     settings, vocab_size = started.settings, started.spec.vocab_size
     started.engine.runner.grammars = _warm_grammars(vocabulary_of(tokenizer, vocab_size))
     info = EngineInfo(

@@ -253,6 +253,18 @@ def test_the_page_in_a_browser(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_what_only_the_engine_can_refuse_is_the_users_fault_too(tmp_path: Path) -> None:
+    server = Served(tmp_path, "--op", "attend=nothing")
+    try:
+        assert server.process.wait(START_S) == 2
+    finally:
+        server.kill()
+    assert server.out.read_text() == ""
+    lines = [line for line in server.err.read_text().splitlines() if "loading: " not in line]
+    assert lines == ["legato: ops: attend has no implementation 'nothing'; it has reference"]
+
+
+@pytest.mark.full
 def test_a_dead_engine_ends_the_server_with_its_cause(tmp_path: Path) -> None:
     server = Served(tmp_path)
     try:

@@ -14,6 +14,9 @@ from legato.server.openai_schema import ChatLogprobs, CompletionLogprobs, TokenL
 from legato.server.text import Tokenizer
 from legato.types import TokenLogprob
 
+LOGPROB_SIZE = 40
+"""A token with its alternatives costs as much time as tokenizing about so many characters."""
+
 LOWEST = -9999.0
 """What stands for minus infinity, which JSON has no number for."""
 

@@ -23,7 +23,7 @@ from legato.server.answer import (
 from legato.server.chat_request import ChatJob, ChatRequest, chat_job
 from legato.server.errors import Documented, api_error, reply_of
 from legato.server.generation import Answered, ChoiceStep, Generation, new_id
-from legato.server.logprob_text import chat_logprobs
+from legato.server.logprob_text import LOGPROB_SIZE, chat_logprobs
 from legato.server.openai_schema import (
     ChatChoice,
     ChatCompletion,
@@ -58,9 +58,11 @@ def router(service: Service) -> APIRouter:
             events = _stream(service, request, made, model)
             return EventStream(events, service.settings.replies.keepalive_s)
         answers, generation = await unless_disconnected(http, service.generations.complete(made.job))
-        return Response(
-            json_bytes(_whole(service, request, made, model, answers, generation)), media_type="application/json"
+        size = generation.usage.completion_tokens * LOGPROB_SIZE if made.num_top is not None else 0
+        reply = await service.beside(
+            lambda: json_bytes(_whole(service, request, made, model, answers, generation)), size
         )
+        return Response(reply, media_type="application/json")
 
     return routes
 

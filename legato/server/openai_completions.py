@@ -17,7 +17,7 @@ from legato.server.answer import ContentText
 from legato.server.constraint import constrained
 from legato.server.errors import Documented, api_error, reply_of
 from legato.server.generation import Answered, ChoiceStep, Generation, Job, new_id
-from legato.server.logprob_text import CompletionArrays
+from legato.server.logprob_text import LOGPROB_SIZE, CompletionArrays
 from legato.server.openai_schema import (
     Completion,
     CompletionChoice,
@@ -97,8 +97,11 @@ def router(service: Service) -> APIRouter:
         if request.stream:
             return EventStream(_stream(service, request, made, model), service.settings.replies.keepalive_s)
         answers, generation = await unless_disconnected(http, service.generations.complete(*made.jobs))
-        reply = await service.beside(lambda: _whole(service, request, made, model, answers, generation), size)
-        return Response(json_bytes(reply), media_type="application/json")
+        size = generation.usage.total_tokens * LOGPROB_SIZE if made.num_top is not None else 0
+        reply = await service.beside(
+            lambda: json_bytes(_whole(service, request, made, model, answers, generation)), size
+        )
+        return Response(reply, media_type="application/json")
 
     return routes
 

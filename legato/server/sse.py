@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from legato.server.errors import api_error, response_to
+from legato.server.errors import ApiError, anthropic_reply_of, api_error, dialect_of, reply_of, response_to
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -56,11 +56,22 @@ def named_event(name: str, data: bytes) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
+def fault_event(error: ApiError, path: str) -> bytes:
+    """A fault within a stream, in the dialect of its route."""
+    if dialect_of(path) == "anthropic":
+        return named_event("error", json_bytes(anthropic_reply_of(error)))
+    body = reply_of(error)
+    if path.startswith("/v1/responses"):
+        return named_event("error", json_bytes({"type": "error", **body["error"]}))
+    return event(json_bytes(body)) + DONE
+
+
 class EventStream(Response):
     """A reply of events. What goes wrong before the first one is answered with a status of its own.
 
     Args:
-        events: whole events as bytes. It is closed when the client has gone; a fault in it must come as an event of the dialect.
+        events: whole events as bytes. It is closed when the client has gone. It may raise until it has given an event; later
+            faults must come as events of the dialect.
         keepalive_s: seconds of silence after which a comment is sent; `None`: never.
     """
 
@@ -95,14 +106,14 @@ class EventStream(Response):
                     await response_to(api_error(error), scope["path"], request_id)(scope, receive, send)
                     return
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._write_events(_Writer(send), first)
+                await self._write_events(_Writer(send), first, scope["path"])
             finally:
                 if not first.done():
                     first.cancel()
                     await asyncio.wait((first,))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write_events(self, writer: _Writer, first: asyncio.Future[bytes | None]) -> None:
+    async def _write_events(self, writer: _Writer, first: asyncio.Future[bytes | None], path: str) -> None:
         pinging = None if self._keepalive_s is None else asyncio.ensure_future(writer.keep_alive(self._keepalive_s))
         try:
             data = await first
@@ -110,6 +121,9 @@ class EventStream(Response):
                 await writer.write(data)
             async for data in self._events:
                 await writer.write(data)
+        except Exception as error:
+            # The first event came late, and is a fault: the status has been sent, so it has to be told as an event.
+            await writer.write(fault_event(api_error(error), path))
         finally:
             if pinging is not None:
                 pinging.cancel()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from legato.engine.messages import Counters, EngineInfo, Progress, PromptLogprobs, Report
-from legato.server.client import EngineFailed, GenerationRequest
+from legato.server.client import EngineFailed, GenerationRequest, RequestRefused
 from legato.types import Stats, TokenLogprob
 
 Script = Callable[[GenerationRequest], Sequence[Sequence[int]]]
@@ -43,6 +43,8 @@ class FakeEngine:
         assert request.id is not None
         if self.state == "failed":
             raise EngineFailed("the engine failed in /some/secret/path")
+        if self.state == "draining":
+            raise RequestRefused("draining", "", "the engine is about to stop")
         self.seen.append(request)
         self.open.add(request.id)
         is_over = False

@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from legato.server import sse
 from legato.server.app import create_app
 from legato.server.chat_request import ChatRequest
 from legato.server.client import EngineFailed, GenerationRequest, RequestRefused
@@ -394,6 +395,32 @@ def test_a_fault_within_a_stream_is_an_event(server: Server) -> None:
     server.engine.fault, server.engine.fault_at = EngineFailed("at /home/me/secret.py"), 2
     chunks = server.chunks()
     assert "has failed" in chunks[-1]["error"]["message"] and "secret" not in json.dumps(chunks)
+
+
+def test_a_fault_that_comes_late_and_first_is_an_event_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "FIRST_EVENT_S", 0.02)
+    server.engine.fault, server.engine.step_s = RequestRefused("queue_full", "", "8 requests wait already"), 0.3
+    reply = server.chat(stream=True)
+    assert reply.status_code == 200 and reply.text.endswith("data: [DONE]\n\n")
+    events = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
+    assert [event["error"]["type"] for event in events] == ["rate_limit_error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_stops_takes_no_requests(server: Server, stream: bool) -> None:
+    server.engine.state = "draining"
+    reply = server.chat(stream=stream)
+    assert "shutting down" in error_of(reply, 503)["message"] and reply.headers["retry-after"]
+
+
+@pytest.mark.parametrize("sent", [0, 10, 60])
+def test_a_client_that_goes_away_before_it_has_asked_harms_nobody(server: Server, sent: int) -> None:
+    body = json.dumps({"messages": HI, "user": "x" * 100}).encode()
+    whole = posted(body)
+    with socket.create_connection(("127.0.0.1", server.live.port)) as sock:
+        sock.sendall(whole[: len(whole) - len(body) + sent])
+        time.sleep(0.05)
+    assert server.chat().status_code == 200 and len(server.engine.seen) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -21,28 +21,18 @@ from legato.ops.gemm import linear_int4
 from legato.ops.gemm.dequantize import dequantize_int4
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
+from legato.quant.nibbles import NibbleWeight
 from legato.quant.scales import float_fault, zero_fault
 from legato.quant.weight import ScaleFault
 
 
 @dataclass(frozen=True)
-class Int4Weight:
+class Int4Weight(NibbleWeight):
     """packed u8 [N, K/2], scale bf16 or fp32 [N, K/128]."""
-
-    packed: torch.Tensor
-    scale: torch.Tensor
 
     @property
     def format(self) -> Format:
         return Format.INT4_NIBBLES
-
-    @property
-    def out_features(self) -> int:
-        return self.packed.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.packed.shape[1] * 2
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from legato.ops.gemm import linear_nvfp4
 from legato.ops.gemm.dequantize import dequantize_nvfp4
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import NVFP4_GROUP, Format
+from legato.quant.nibbles import NibbleWeight
 from legato.quant.weight import ScaleFault
 
 E2M1_MAX = 6.0
@@ -26,25 +27,15 @@ E4M3_SMALLEST = 2.0**-9
 
 
 @dataclass(frozen=True)
-class Nvfp4Weight:
+class Nvfp4Weight(NibbleWeight):
     """packed u8 [N, K/2], scale e4m3 [N, K/16], scale_2 fp32 [N]: the tensor's scale once per row, so that rows of
     tensors with different scales can be joined exactly."""
 
-    packed: torch.Tensor
-    scale: torch.Tensor
     scale_2: torch.Tensor
 
     @property
     def format(self) -> Format:
         return Format.NVFP4
-
-    @property
-    def out_features(self) -> int:
-        return self.packed.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.packed.shape[1] * 2
 
     @property
     def nbytes(self) -> int:

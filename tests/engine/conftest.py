@@ -64,6 +64,12 @@ def prompts(held_out: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
 
 
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
+def temperature(request: pytest.FixtureRequest) -> float:
+    """Both kinds of sampling; modules run their batches once for each."""
+    return request.param
+
+
 def requests(
     prompts: Sequence[tuple[int, ...]], params: SamplingParams, stop_ids: tuple[int, ...] = ()
 ) -> list[Request]:
@@ -81,3 +87,8 @@ def run(engine: Engine, batch: Sequence[Request], before_turn: Callable[[], None
         for progress in engine.turn():
             tokens[progress.request_id] += progress.tokens
     return list(tokens.values())
+
+
+def by_name(engine: Engine, batch: Sequence[Request]) -> dict[str, list[int]]:
+    """The same, by the requests' ids."""
+    return dict(zip((request.id for request in batch), run(engine, batch), strict=True))

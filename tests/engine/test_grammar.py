@@ -13,7 +13,7 @@ from legato.llm import LLM, vocabulary_of
 from legato.runtime.grammar import Grammars
 from legato.schedule import Request
 from legato.types import ParameterError, SamplingParams
-from tests.engine.conftest import Shipped, run
+from tests.engine.conftest import Shipped, by_name, run
 
 LENGTH = 48
 NEWLINE = 198
@@ -57,21 +57,15 @@ def batch_of(shipped: Shipped, temperature: float) -> list[Request]:
     ]
 
 
-@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
-def temperature(request: pytest.FixtureRequest) -> float:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def plain(shipped: Shipped, grammars: Grammars, temperature: float) -> dict[str, list[int]]:
-    tokens = run(engine_of(shipped, grammars, num_drafts=0, max_running=3), batch_of(shipped, temperature))
-    return dict(zip(KINDS, tokens, strict=True))
+    return by_name(engine_of(shipped, grammars, num_drafts=0, max_running=3), batch_of(shipped, temperature))
 
 
 @pytest.fixture(scope="module")
 def drafted(shipped: Shipped, grammars: Grammars, temperature: float) -> tuple[Engine, dict[str, list[int]]]:
     engine = engine_of(shipped, grammars, num_drafts=5, overlap=True)
-    return engine, dict(zip(KINDS, run(engine, batch_of(shipped, temperature)), strict=True))
+    return engine, by_name(engine, batch_of(shipped, temperature))
 
 
 @pytest.mark.parametrize("name", list(KINDS))

@@ -14,7 +14,7 @@ from legato.plan import Admit, Extend, Plan
 from legato.runtime.batch import build_batch
 from legato.schedule import Request
 from legato.types import SamplingParams
-from tests.engine.conftest import Shipped, run
+from tests.engine.conftest import Shipped, by_name, run
 
 LENGTH = 20
 PROMPT = "def parse(self, text):\n    "
@@ -52,23 +52,17 @@ def batch_of(shipped: Shipped, temperature: float) -> list[Request]:
     return [Request(name, prompt, params_of(name, temperature), (STOP,), 17) for name in KINDS]
 
 
-@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
-def temperature(request: pytest.FixtureRequest) -> float:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def plain(shipped: Shipped, temperature: float) -> dict[str, list[int]]:
     """Without drafts, in batches of three."""
-    tokens = run(shipped.engine(num_drafts=0, max_running=3), batch_of(shipped, temperature))
-    return dict(zip(KINDS, tokens, strict=True))
+    return by_name(shipped.engine(num_drafts=0, max_running=3), batch_of(shipped, temperature))
 
 
 @pytest.fixture(scope="module")
 def drafted(shipped: Shipped, temperature: float) -> tuple[Engine, dict[str, list[int]]]:
     """With five drafts, all in one batch, with overlap."""
     engine = shipped.engine(num_drafts=5, overlap=True)
-    return engine, dict(zip(KINDS, run(engine, batch_of(shipped, temperature)), strict=True))
+    return engine, by_name(engine, batch_of(shipped, temperature))
 
 
 @pytest.mark.parametrize("name", list(KINDS))

@@ -207,8 +207,7 @@ REFUSED: dict[str, str] = {
     "--skip-server-warmup": "ready means warm",
     "--default-chat-template-kwargs": "give chat_template_kwargs in the request",
     "--enable-deterministic-inference": "the same seed always gives the same text; leave it out",
-    "--otlp-traces-endpoint": "OpenTelemetry is not supported",
-    "--enable-trace": "OpenTelemetry is not supported",
+    "--enable-trace": "give --otlp-traces-endpoint",
 }
 """Flags that cannot be honoured."""
 

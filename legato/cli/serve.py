@@ -10,6 +10,7 @@ import asyncio
 import logging
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -69,6 +70,7 @@ def run(prepared: Prepared) -> None:
     """Serves until it is told to stop. Exits with a code other than 0 where it ends otherwise."""
     keys = dict.fromkeys(prepared.settings.access.api_keys, "***")
     logs.configure(prepared.logs, {**keys, **_paths(prepared)})
+    tracing = None if prepared.traces is None else import_module("legato.server.tracing").start(prepared.traces)
     display = LoadingDisplay(Console(stderr=True))
 
     def ready(what: Ready) -> None:
@@ -82,6 +84,7 @@ def run(prepared: Prepared) -> None:
                 prepared.settings,
                 prepared.sock,
                 access_log=prepared.logs.access,
+                tracing=tracing,
                 on_progress=display.show,
                 on_ready=ready,
             )
@@ -93,6 +96,8 @@ def run(prepared: Prepared) -> None:
         sys.exit(EXIT_CODE if is_users else ENGINE_FAILED)
     finally:
         display.close()
+        if tracing is not None:
+            tracing.close()
 
 
 def size_of(done: int, total: int) -> str:

@@ -5,6 +5,7 @@ Owns the order of these checks, quickest first. Imports neither torch nor an HTT
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from legato.checkpoints import SMALL
 from legato.cli import preflight
 from legato.cli.serve_flags import LogFormat, LogLevel, ServeFlags
-from legato.config import Config, from_environment
+from legato.config import Config, ConfigError, from_environment
 from legato.model.hub import is_hub_id
 from legato.server.listening import check_tls, listen
 from legato.server.settings import SamplingDefaults, ServerSettings
@@ -37,6 +38,7 @@ class Prepared:
     settings: ServerSettings
     logs: Logs
     sock: socket.socket
+    traces: str | None = None
 
 
 def prepare(flags: ServeFlags) -> Prepared:
@@ -47,6 +49,7 @@ def prepare(flags: ServeFlags) -> Prepared:
     """
     config, settings = from_environment(flags.engine()), flags.server()
     check_tls(settings.listen)
+    check_traces(flags.otlp_traces_endpoint)
     sock = listen(settings.listen)
     try:
         checked = preflight.check(config)
@@ -56,7 +59,18 @@ def prepare(flags: ServeFlags) -> Prepared:
         raise
     if not settings.model_names:
         settings = replace(settings, model_names=(served_name(config.model),))
-    return Prepared(checked.config, settings, Logs(flags.log_format, flags.log_level, flags.access_log), sock)
+    logs = Logs(flags.log_format, flags.log_level, flags.access_log)
+    return Prepared(checked.config, settings, logs, sock, flags.otlp_traces_endpoint)
+
+
+def check_traces(endpoint: str | None) -> None:
+    """Refuses an address for traces that is none, or traces without the libraries. Raises `ConfigError`."""
+    if endpoint is None:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-traces-endpoint must look like http://localhost:4318/v1/traces, got {endpoint}")
+    if any(importlib.util.find_spec(name) is None for name in ("opentelemetry", "opentelemetry.sdk")):
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'legato[otel]'")
 
 
 def served_name(model: str | None) -> str:

@@ -115,6 +115,9 @@ class ServeFlags:
     access_log: Annotated[
         bool, flag(LOGS, "--access-log/--no-access-log", text="Log a line per HTTP request.", default=True)
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None, flag(LOGS, text="Send OpenTelemetry traces there (OTLP over HTTP); needs the extra otel.")
+    ] = None
     num_drafts: options.NumDrafts = None
     device: options.Device = "auto"
     context: options.Context = None

@@ -61,6 +61,35 @@ class PhaseTally:
         return 1 + self.accepted / self.rounds if self.rounds else None
 
 
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When what happened to one request, in seconds of the monotonic clock; `first` is `None` without a token, `admitted` where
+    the engine does not say."""
+
+    model: str
+    started: float
+    admitted: float | None
+    first: float | None
+    last: float
+    ended: float
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    accept_length: float | None
+
+    def parts(self) -> list[tuple[str, float, float]]:
+        """Name, start and end of each phase that is known: queue, prefill, decode."""
+        found: list[tuple[str, float, float]] = []
+        if self.admitted is not None:
+            found.append(("queue", self.started, self.admitted))
+            if self.first is not None:
+                found.append(("prefill", self.admitted, max(self.admitted, self.first)))
+        if self.first is not None:
+            found.append(("decode", self.first, self.last))
+        return found
+
+
 class Metrics:
     """All counters of a server. Counters never fall; gauges are read from the engine's last report when they are asked for.
 
@@ -71,7 +100,8 @@ class Metrics:
         cache_tokens: capacity of the cache over all requests.
         clock: seconds of a monotonic clock.
 
-    `startup` (seconds by phase: "load", "total") and `about` (a line for people) are filled in when the engine is ready.
+    `startup` (seconds by phase: "load", "total") and `about` (a line for people) are filled in when the engine is ready. The
+    `observers` are told of every request that has ended.
     """
 
     CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -112,6 +142,7 @@ class Metrics:
         self.request_accept_length = Histogram(ACCEPT_BOUNDS)
         self.window = Window(HISTORY_SECONDS, num_drafts)
         self.recent_requests: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
+        self.observers: list[Callable[[Timeline], None]] = []
         self._report: Callable[[], Report | None] = lambda: None
         self._exposition = Exposition(self, compat)
 
@@ -307,6 +338,23 @@ class RequestMeter:
             metrics.request_accept_length.observe(self._tally.accept_length)
         self._count_times(queued_s)
         metrics.recent_requests.appendleft(self._summary(reason, now))
+        for observe in metrics.observers:
+            observe(self._timeline(reason, queued_s, now))
+
+    def _timeline(self, reason: str, queued_s: float | None, now: float) -> Timeline:
+        return Timeline(
+            model=self._metrics.model,
+            started=self._start,
+            admitted=None if queued_s is None else self._start + queued_s,
+            first=self._first,
+            last=self._last,
+            ended=now,
+            reason=reason,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            tokens=self._tally.tokens,
+            accept_length=self._tally.accept_length,
+        )
 
     def refused(self, kind: str) -> None:
         """Ends the request as one that the engine did not take: it is counted as refused, not as ended, and has no times."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 
@@ -23,9 +23,9 @@ from legato.engine.messages import EngineInfo, Loading
 from legato.server.access_log import AccessLog
 from legato.server.app import create_app
 from legato.server.client import EngineClient, EngineFailed
-from legato.server.doorway import Doorway
+from legato.server.doorway import Application, Doorway
 from legato.server.listening import address_of
-from legato.server.metrics import Metrics
+from legato.server.metrics import Metrics, Timeline
 from legato.server.protocol import protocol
 from legato.server.service import ModelText
 from legato.server.settings import SamplingDefaults, ServerSettings
@@ -49,6 +49,14 @@ class Ready:
     seconds: float
 
 
+class Tracing(Protocol):
+    """Where finished requests are told; see `server.tracing`, which needs an extra and is imported by who asks for it."""
+
+    def around(self, application: Application) -> Application: ...
+
+    def finished(self, timeline: Timeline) -> None: ...
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: `serve` below decides what a signal means."""
 
@@ -64,6 +72,7 @@ async def serve(
     sock: socket.socket,
     *,
     access_log: bool,
+    tracing: Tracing | None = None,
     on_progress: Callable[[Loading], None],
     on_ready: Callable[[Ready], None],
 ) -> None:
@@ -75,9 +84,10 @@ async def serve(
     """
     started = time.monotonic()
     doorway = Doorway()
+    application: Application = doorway if tracing is None else tracing.around(doorway)
     http = HttpServer(
         uvicorn.Config(
-            AccessLog(doorway) if access_log else doorway,
+            AccessLog(application) if access_log else application,
             http=protocol(settings.limits.max_header_bytes),
             ws="none",
             lifespan="off",
@@ -104,6 +114,8 @@ async def serve(
                 settings = replace(settings, defaults=SamplingDefaults.of_checkpoint(files.text))
                 text = await asyncio.to_thread(ModelText.open, files)
                 metrics = _metrics(client, settings)
+                if tracing is not None:
+                    metrics.observers.append(tracing.finished)
                 app = create_app(client, text, settings, metrics)
                 async with app.router.lifespan_context(app):
                     doorway.application = app

@@ -226,7 +226,7 @@ def test_spelled_out_tags_mean_the_same(name: str, tokenizer: Tokenizer, spelled
     case = dict(TEXTS[name])
     text = case.pop("text")
     expected = hear(tokenizer, [tokenizer.encode_template(text)], **case)
-    for at in range(len(text)):
+    for at in range(0, len(text), 1 if len(text) < 150 else 3):
         heard = hear(spelled, [spelled.encode(text[:at]), spelled.encode(text[at:])], **case)
         assert (heard.events, heard.stop) == (expected.events, expected.stop)
 
@@ -250,7 +250,7 @@ FRAGMENTS = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_random_answers(data: st.DataObject, tokenizer: Tokenizer) -> None:
     """Any sequence of tags and text: cut anyhow the same, complete calls are valid JSON, and all text is somewhere."""
@@ -275,7 +275,7 @@ def test_random_answers(data: st.DataObject, tokenizer: Tokenizer) -> None:
             assert told.count(word) >= fragments.count(word)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_what_the_template_writes_is_read_back(
     data: st.DataObject, tokenizer: Tokenizer, template: ChatTemplate

@@ -7,8 +7,8 @@ reads. Knows nothing of replies. Called by `server.anthropic`.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -22,7 +22,7 @@ from legato.server.generation import Job
 from legato.server.sampling_fields import NotSupported
 from legato.server.service import Service
 from legato.server.tools import Tools
-from legato.server.validation import RequestModel
+from legato.server.validation import RequestModel, respelled
 from legato.types import ParameterError, SamplingParams
 
 _BLOCKS: dict[str, Any] = {
@@ -314,16 +314,9 @@ _SPELLING = (
 )
 
 
-@contextmanager
-def _own_names() -> Generator[None]:
+def _own_names() -> AbstractContextManager[None]:
     """Faults in fields are told by the names that they have in this API."""
-    try:
-        yield
-    except ParameterError as error:
-        name = error.name
-        for pattern, ours in _SPELLING:
-            name = pattern.sub(ours, name)
-        raise ParameterError(name, str(error).removeprefix(f"{error.name}: ")) from error
+    return respelled(_SPELLING)
 
 
 def _renumbered(message: str, shift: int) -> str:

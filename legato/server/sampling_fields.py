@@ -1,11 +1,12 @@
-"""The fields that chat and text completions share: how to sample, when to stop, and what else a request may say.
+"""The fields that OpenAI's routes share: how to sample, when to stop, and what else a request may say.
 
 Owns their names, ranges and defaults, those that are taken and change nothing, and those that are refused. Knows nothing of
-prompts or replies. The request models of the OpenAI routes build on it; what it makes are `SamplingParams`.
+prompts or replies. The request models of the routes build on it; what it makes are `SamplingParams`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
@@ -86,17 +87,15 @@ ResponseFormat = Annotated[
 ]
 
 
-class SamplingFields(RequestModel):
-    """What a request may say about sampling, stopping and serving. What it leaves out is as the checkpoint recommends."""
+class SharedFields(RequestModel):
+    """What every request may say about sampling, stopping and serving. What it leaves out is as the checkpoint recommends."""
 
     model: str | None = Field(None, description="One of /v1/models; left out: the served model.")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 and -1 are off.")
     min_p: float | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     seed: Whole64 | None = Field(None, description="Same seed, same text.")
     stop: str | list[str] | None = Field(None, description="The text ends before the one that is completed first.")
     stop_token_ids: StopIds | None = None
@@ -110,7 +109,6 @@ class SamplingFields(RequestModel):
     )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_BANNED)] | None = None
     bad_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BANNED)] | None = None
-    response_format: ResponseFormat | None = None
 
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = Field(
         None, description="Higher runs first, and is preempted last."
@@ -118,24 +116,14 @@ class SamplingFields(RequestModel):
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Prefixes are shared with requests of the same salt only."
     )
-    timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds; then it ends with `deadline`.")
-    return_token_ids: bool | None = Field(None, description="Choices carry `token_ids`, replies `prompt_token_ids`.")
-    timings: bool | None = Field(None, description="The reply says where its time went, and its accept length.")
+    timeout: float | None = Field(None, gt=0, le=1e9, description="Seconds; then it ends.")
 
     user: str | None = Field(None, description="Taken, and changes nothing.")
-    metadata: dict[str, Any] | None = Field(None, description="Taken, and changes nothing.")
     safety_identifier: str | None = Field(None, description="Taken, and changes nothing.")
     prompt_cache_key: str | None = Field(None, description="Taken, and changes nothing: every prefix is looked for.")
     prompt_cache_retention: str | None = Field(None, description="Taken, and changes nothing.")
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse | None = Field(None, description="Nothing is stored.")
-    skip_special_tokens: OnlyTrue | None = None
-    spaces_between_special_tokens: bool | None = Field(None, description="Taken; no special token is in a text.")
-
-    best_of: NotSupported = None
-    use_beam_search: OnlyFalse | None = None
-    logits_processors: NotSupported = None
-    truncate_prompt_tokens: NotSupported = None
 
     def seed_or_none(self) -> int | None:
         """The seed as the engine takes it: negative ones are whole numbers of 64 bits like others."""
@@ -154,7 +142,7 @@ class SamplingFields(RequestModel):
         return tuple(dict.fromkeys(given))
 
     def sampling(self, defaults: SamplingDefaults, limits: RequestLimits, max_tokens: int | None) -> SamplingParams:
-        """All of it as parameters, without log-probabilities and grammar.
+        """All of it as parameters of one answer, without log-probabilities and grammar.
 
         Raises:
             ParameterError: fields that contradict each other, or are out of range.
@@ -166,7 +154,6 @@ class SamplingFields(RequestModel):
             top_k=max(0, top_k),
             top_p=_or(self.top_p, defaults.top_p),
             min_p=_or(self.min_p, defaults.min_p),
-            n=_or(self.n, 1),
             seed=self.seed_or_none(),
             stop=self.stop_strings(limits),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -184,6 +171,28 @@ class SamplingFields(RequestModel):
         """Seconds that it may take: what it asks for, and never more than the server gives."""
         given = [seconds for seconds in (self.timeout, limits.timeout_s) if seconds is not None]
         return min(given, default=None)
+
+
+class SamplingFields(SharedFields):
+    """What chat and text completions may say besides."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = Field(None, description="Choices carry `token_ids`, replies `prompt_token_ids`.")
+    timings: bool | None = Field(None, description="The reply says where its time went, and its accept length.")
+    metadata: dict[str, Any] | None = Field(None, description="Taken, and changes nothing.")
+    skip_special_tokens: OnlyTrue | None = None
+    spaces_between_special_tokens: bool | None = Field(None, description="Taken; no special token is in a text.")
+
+    best_of: NotSupported = None
+    use_beam_search: OnlyFalse | None = None
+    logits_processors: NotSupported = None
+    truncate_prompt_tokens: NotSupported = None
+
+    def sampling(self, defaults: SamplingDefaults, limits: RequestLimits, max_tokens: int | None) -> SamplingParams:
+        """The same, of `n` answers."""
+        return replace(super().sampling(defaults, limits, max_tokens), n=_or(self.n, 1))
 
     @property
     def wants_usage(self) -> bool:

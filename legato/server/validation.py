@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, cast
 
@@ -19,11 +20,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, With
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
+from legato.types import ParameterError
+
 SHOWN = 64
 """Characters of a wrong value that a message repeats."""
 
 INSTEAD = {
     "best_of": "n gives that many choices",
+    "conversation": "nothing is stored here; send the whole conversation as input",
     "ebnf": 'use response_format {"type": "grammar", "grammar": ...} in Lark notation',
     "function_call": "use tool_choice",
     "functions": "use tools",
@@ -32,6 +36,9 @@ INSTEAD = {
     "guided_json": 'use response_format {"type": "json_schema", ...}',
     "guided_regex": 'use response_format {"type": "regex", "regex": ...}',
     "json_schema": 'use response_format {"type": "json_schema", ...}',
+    "previous_response_id": "nothing is stored here; send the whole conversation as input",
+    "prompt_cache_options": "every prefix is looked for",
+    "reasoning.generate_summary": "use reasoning.summary",
     "regex": 'use response_format {"type": "regex", "regex": ...}',
     "structural_tag": "use tools",
     "structured_outputs": "use response_format",
@@ -167,10 +174,24 @@ def _path(location: Sequence[Any]) -> str:
     for part in location[1:] if location and location[0] in ("body", "query", "path", "header") else location:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif not _is_union_member(str(part)) and not (before == "response_format" and part in RESPONSE_FORMATS):
+        elif not _is_union_member(str(part)) and not (
+            before in ("response_format", "format") and part in RESPONSE_FORMATS
+        ):
             text += f".{part}" if text else str(part)
         before = str(part)
     return text[:256]
+
+
+@contextmanager
+def respelled(spelling: Sequence[tuple[re.Pattern[str], str]]) -> Generator[None]:
+    """Tells faults in fields by the names that they have in the API that was asked: patterns, and what stands in their place."""
+    try:
+        yield
+    except ParameterError as error:
+        name = error.name
+        for pattern, ours in spelling:
+            name = pattern.sub(ours, name)
+        raise ParameterError(name, str(error).removeprefix(f"{error.name}: ")) from error
 
 
 def _is_union_member(part: str) -> bool:

@@ -19,7 +19,8 @@ from typing import Literal, Protocol, Self, cast
 from legato.engine.messages import Progress
 from legato.server.answer import AnswerMessage, Event, Phase, Step
 from legato.server.client import GenerationRequest, RequestRefused
-from legato.server.metrics import Metrics, RequestMeter
+from legato.server.meter import RequestMeter
+from legato.server.metrics import Metrics
 from legato.types import FinishReason, SamplingParams, TokenLogprob, samples_of
 
 Ending = Literal["stop", "length", "tool_calls", "abort", "deadline"]

@@ -25,7 +25,8 @@ from legato.server.app import create_app
 from legato.server.client import EngineClient, EngineFailed
 from legato.server.doorway import Application, Doorway
 from legato.server.listening import address_of
-from legato.server.metrics import Metrics, Timeline
+from legato.server.meter import Timeline
+from legato.server.metrics import Metrics
 from legato.server.protocol import protocol
 from legato.server.service import ModelText
 from legato.server.settings import SamplingDefaults, ServerSettings

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from legato.server.doorway import Application, Receive, Scope, Send
-from legato.server.metrics import Timeline
+from legato.server.meter import Timeline
 
 CARRIED = ("traceparent", "tracestate")
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast, get_args
+
+from legato.types import ParameterError, SamplingParams
 
 ReasoningFields = Literal["both", "reasoning_content", "reasoning"]
 MetricsDialect = Literal["vllm", "sglang"]
@@ -120,10 +122,11 @@ class SamplingDefaults:
             raise SettingsError(f"{GENERATION_CONFIG}: holds a JSON {type(stated).__name__}, not an object")
         found = cast(dict[str, Any], stated)
         values = {name: found[name] for name in cls.__slots__ if found.get(name) is not None}
-        for name, value in values.items():
-            ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-            _check(ok, f"{GENERATION_CONFIG}: {name}", value, "must be a number, at least 0")
         defaults = replace(cls(), **values)
+        try:
+            SamplingParams(**asdict(defaults))
+        except ParameterError as error:
+            raise SettingsError(f"{GENERATION_CONFIG}: {error}") from error
         return replace(defaults, temperature=0.0) if found.get("do_sample") is False else defaults
 
 

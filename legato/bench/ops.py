@@ -21,6 +21,8 @@ from legato.ops.op import REFERENCE, Implementation, implemented
 
 #: Targets looked for, in order of preference, where the wish is "best".
 TARGETS = ("sm90",)
+#: Others that are timed where the wish is "all".
+PEERS = ("cublas",)
 BEST, ALL = "best", "all"
 
 
@@ -126,7 +128,7 @@ def measure_one(case: Case, implementation: Implementation[..., Any], device: to
             isolated = time_isolated(calls, device) if device.type == "cuda" and chain.method == "graph" else None
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return Figure(case, implementation.target, None, None, num_calls, cold, f"{type(error).__name__}: {error}")
-        fault = _fault_of_timed(case, results, expected)
+        fault = _fault_of_timed(case, case.inputs(device), results, expected)
     return Figure(
         case, implementation.target, None if fault else chain, None if fault else isolated, num_calls, cold, fault
     )
@@ -134,7 +136,7 @@ def measure_one(case: Case, implementation: Implementation[..., Any], device: to
 
 def _implementations(case: Case, wish: str, device: torch.device) -> list[Implementation[..., Any]]:
     if device.type == "cuda":
-        for target in TARGETS:
+        for target in (*TARGETS, *(PEERS if wish == ALL else ())):
             implemented(target)
     there = case.op.implementations
     if wish == ALL:
@@ -149,24 +151,31 @@ def _implementations(case: Case, wish: str, device: torch.device) -> list[Implem
 def _rotated(
     case: Case, implementation: Implementation[..., Any], num_calls: int, device: torch.device
 ) -> list[Callable[[], object]]:
-    """Calls on copies of one set of inputs: drawing each set anew would take minutes on the host."""
+    """Calls on copies of one set of inputs: drawing each set anew would take long. Where a case has weights, only they
+    are copied: activations are in the L2 when a kernel of the engine reads them, since the one before wrote them."""
     arguments = case.packed(implementation, case.inputs(device))
+    copied = case.weights or range(len(arguments))
 
     def call() -> Callable[[], object]:
-        own = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in arguments)
+        own = tuple(
+            value.clone() if isinstance(value, torch.Tensor) and index in copied else value
+            for index, value in enumerate(arguments)
+        )
         return lambda: implementation.run(*own)
 
     return [call() for _ in range(num_calls)]
 
 
-def _fault_of_timed(case: Case, results: Sequence[object], expected: tuple[torch.Tensor, ...]) -> str | None:
+def _fault_of_timed(
+    case: Case, arguments: tuple[Any, ...], results: Sequence[object], expected: tuple[torch.Tensor, ...]
+) -> str | None:
     """What is wrong with the results of the timed calls. Cases that write their arguments were written over and over:
     only their first call can be checked."""
     if case.mutates:
         return None
     for made in (results[0], results[-1]):
         returned = made if isinstance(made, tuple) else (made,)
-        tensors = tuple(value for value in returned if isinstance(value, torch.Tensor))
+        tensors = case.defined(arguments, tuple(value for value in returned if isinstance(value, torch.Tensor)))
         fault = case.mismatch(tensors, expected)
         if fault is not None:
             return f"in the timed run: {fault}"

@@ -32,7 +32,7 @@ BFLOAT16 = Tolerance(2.0**-7, 2.0**-8)
 
 
 class Draw:
-    """Random inputs, always drawn on the CPU and then moved, so that every device sees the same numbers."""
+    """Random inputs. Drawn where the generator is and then moved: with one on the CPU every device sees the same numbers."""
 
     def __init__(self, generator: torch.Generator, device: torch.device) -> None:
         self.generator = generator
@@ -40,19 +40,25 @@ class Draw:
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
         """Normal numbers with standard deviation `scale`."""
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype)
+        return (torch.randn(shape, generator=self.generator, device=self.generator.device) * scale).to(
+            self.device, dtype
+        )
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """float32 uniforms in [low, high)."""
-        return (torch.rand(shape, generator=self.generator) * (high - low) + low).to(self.device)
+        return (torch.rand(shape, generator=self.generator, device=self.generator.device) * (high - low) + low).to(
+            self.device
+        )
 
     def integers(self, *shape: int, low: int, high: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Integers in [low, high)."""
-        return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
+        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.generator.device)
+        return drawn.to(self.device, dtype)
 
     def distinct(self, count: int, below: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """`count` different integers in [0, below), in random order."""
-        return torch.randperm(below, generator=self.generator)[:count].to(self.device, dtype)
+        order = torch.randperm(below, generator=self.generator, device=self.generator.device)
+        return order[:count].to(self.device, dtype)
 
     def codes(self, *shape: int) -> Tensor:
         """Random finite e4m3 numbers, subnormals included, small enough for sums to stay tame."""
@@ -63,6 +69,10 @@ class Draw:
         return torch.tensor(values, device=self.device).to(dtype)
 
 
+def _everything(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of an op.
@@ -70,7 +80,8 @@ class Case:
     `make` returns the positional arguments. `mutates`: indices of the arguments written in place, compared after the
     call beside the return value. `weights`: indices of the arguments that `Op.pack` takes at load. `bytes` and `flops`:
     what the call must move and compute at least, for the roofline.
-    `on`: "any", or "gpu" for production shapes that a CPU reference is too slow for.
+    `on`: "any", or "gpu" for production shapes that a CPU reference is too slow for. `defined`: (arguments, outputs) ->
+    the outputs with whatever the contract leaves open set to one value.
     """
 
     op: Op[..., Any]
@@ -82,10 +93,14 @@ class Case:
     bytes: int = 0
     flops: int = 0
     on: Where = "any"
+    defined: Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] = _everything
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Any, ...]:
-        """The arguments for `seed`, on `device`; made anew by every call."""
-        return self.make(Draw(torch.Generator().manual_seed(seed), torch.device(device)))
+        """The arguments for `seed`, on `device`; made anew by every call. A production shape, which no CPU sees, is drawn
+        on the GPU: gigabytes of it would take minutes elsewhere."""
+        device = torch.device(device)
+        drawn_on = device if self.on == "gpu" else torch.device("cpu")
+        return self.make(Draw(torch.Generator(drawn_on).manual_seed(seed), device))
 
     def packed(self, implementation: Implementation[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with the weights as the implementation's `pack` makes them; unchanged where it has none."""
@@ -96,10 +111,11 @@ class Case:
         return tuple(replaced.get(index, argument) for index, argument in enumerate(arguments))
 
     def outputs(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run `function` and collect what it made: the tensors it returned, then the arguments it wrote."""
+        """Run `function` and collect what it made, so far as it is defined: the tensors it returned, then the arguments
+        it wrote."""
         made = function(*arguments)
         returned = () if made is None else made if isinstance(made, tuple) else (made,)
-        return (*returned, *(arguments[index] for index in self.mutates))
+        return self.defined(arguments, (*returned, *(arguments[index] for index in self.mutates)))
 
     def mismatch(self, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str | None:
         """None where every output is within the tolerance, otherwise a line that says which is not and by how much."""

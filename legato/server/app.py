@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from legato.server import admin, anthropic, native, openai_chat, openai_completions, openai_models, page
+from legato.server import admin, anthropic, native, openai_chat, openai_completions, openai_models, page, responses
 from legato.server.chat import ChatError
 from legato.server.client import CommandFailed, EngineClient, EngineFailed, RequestRefused
 from legato.server.errors import ApiError, api_error, response_to
@@ -39,7 +39,7 @@ def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, 
     """The application around a running engine, which it neither starts nor closes."""
     service = Service.of(engine, text, settings, metrics)
     app = FastAPI(title="Legato", version=legato_version(), docs_url=None, redoc_url=None)
-    for part in (openai_chat, openai_completions, openai_models, anthropic, native, admin):
+    for part in (openai_chat, openai_completions, responses, openai_models, anthropic, native, admin):
         app.include_router(part.router(service))
     if settings.access.admin_routes:
         app.include_router(admin.operations(service))

@@ -27,7 +27,8 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.live import Live
 
 OWN_ROUTES = (
-    "/v1/chat", "/v1/completions", "/v1/models", "/tokenize", "/generate", "/health", "/ready", "/v1/health", "/ping", "/metrics",
+    "/v1/chat", "/v1/completions", "/v1/responses", "/v1/models",
+    "/tokenize", "/generate", "/health", "/ready", "/v1/health", "/ping", "/metrics",
     "/server_info", "/version", "/flush", "/reset", "/abort", "/start", "/stop",
 )  # fmt: skip
 HI = [{"role": "user", "content": "hi"}]

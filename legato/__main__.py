@@ -41,9 +41,12 @@ def root(
 
 
 def _serve(flags: serve_flags.ServeFlags) -> None:
+    from legato.cli.serve_port import take
+
+    taken = take(flags)
     from legato.cli.serve_checks import prepare
 
-    prepared = prepare(flags)
+    prepared = prepare(flags, taken)
     from legato.cli.serve import run
 
     run(prepared)

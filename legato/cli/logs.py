@@ -1,21 +1,35 @@
 """What the server logs and how: plain lines or JSON, with no secret and no path of this machine in either.
 
-Owns the form of log lines. Called by `cli.serve` once.
+Owns the form of log lines, and what becomes of lines that the engine's process writes to stderr. Called by `cli.serve` once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import re
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Any, TextIO
 
 from legato.cli.serve_checks import Logs
 
 FIELDS = "fields"
 """Attribute of a log record that holds named values besides the message."""
+
+
+ENGINE_LINE = re.compile(r"engine: (?P<level>[A-Z]+) (?P<name>\S+): (?P<message>.*)")
+"""How the engine's process writes its log records."""
+
+STDERR = 2
+"""The file descriptor that processes inherit as their standard error."""
+
+LAST_LINES_S = 2.0
+"""Seconds that what has been written gets to be logged at the end."""
 
 
 class Redact(logging.Filter):
@@ -73,17 +87,48 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def configure(logs: Logs, replacements: Mapping[str, str]) -> None:
-    """Sends every logger's records to stderr in the chosen form; libraries are heard from "warning" on.
+def configure(logs: Logs, replacements: Mapping[str, str], stream: TextIO) -> None:
+    """Sends every logger's records to `stream` in the chosen form; libraries are heard from "warning" on.
 
     Args:
         logs: form and level.
         replacements: secrets and paths, and what stands in their place.
+        stream: where lines go.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    logging.raiseExceptions = False  # a reader of the log that went away must not become a log line of its own
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines() if logs.format == "json" else TextLines())
     handler.addFilter(Redact(replacements))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("legato").setLevel(logs.level.upper())
+
+
+@contextlib.contextmanager
+def stderr_as_records() -> Generator[TextIO]:
+    """While it is open, lines that reach file descriptor 2 (the engine's process inherits it) become log records, so that they
+    have the form and the redaction of all others. Gives the true stderr.
+    """
+    true = os.fdopen(os.dup(STDERR), "w", buffering=1, encoding="utf-8")
+    read, write = os.pipe()
+    os.dup2(write, STDERR)
+    os.close(write)
+    reader = threading.Thread(target=_log_lines, args=(read,), daemon=True)
+    reader.start()
+    try:
+        yield true
+    finally:
+        sys.stderr.flush()
+        os.dup2(true.fileno(), STDERR)
+        reader.join(LAST_LINES_S)
+
+
+def _log_lines(read: int) -> None:
+    """Logs the lines of a pipe until all who could write to it have closed it."""
+    with os.fdopen(read, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            found = ENGINE_LINE.match(line)
+            level = logging.getLevelNamesMapping().get(found["level"], logging.WARNING) if found else logging.WARNING
+            name = found["name"] if found else "legato.engine"
+            logging.getLogger(name).log(level, "%s", found["message"] if found else line.rstrip())

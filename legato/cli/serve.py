@@ -69,9 +69,18 @@ class LoadingDisplay:
 def run(prepared: Prepared) -> None:
     """Serves until it is told to stop. Exits with a code other than 0 where it ends otherwise."""
     keys = dict.fromkeys(prepared.settings.access.api_keys, "***")
-    logs.configure(prepared.logs, {**keys, **_paths(prepared)})
+    try:
+        with logs.stderr_as_records() as stderr:
+            logs.configure(prepared.logs, {**keys, **_paths(prepared)}, stderr)
+            _run(prepared, LoadingDisplay(Console(file=stderr)))
+    except EngineFailed as error:
+        is_users = error.error in {fault.__name__ for fault in FAULTS}
+        print(f"legato: {'' if is_users else 'the engine failed: '}{error}", file=sys.stderr)
+        sys.exit(EXIT_CODE if is_users else ENGINE_FAILED)
+
+
+def _run(prepared: Prepared, display: LoadingDisplay) -> None:
     tracing = None if prepared.traces is None else import_module("legato.server.tracing").start(prepared.traces)
-    display = LoadingDisplay(Console(stderr=True))
 
     def ready(what: Ready) -> None:
         display.close()
@@ -89,11 +98,6 @@ def run(prepared: Prepared) -> None:
                 on_ready=ready,
             )
         )
-    except EngineFailed as error:
-        display.close()
-        is_users = error.error in {fault.__name__ for fault in FAULTS}
-        print(f"legato: {'' if is_users else 'the engine failed: '}{error}", file=sys.stderr)
-        sys.exit(EXIT_CODE if is_users else ENGINE_FAILED)
     finally:
         display.close()
         if tracing is not None:

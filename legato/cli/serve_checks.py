@@ -1,11 +1,10 @@
-"""What `legato serve` refuses before anything loads: settings, certificate, port, and the checkpoint's small files.
+"""What `legato serve` refuses before anything loads, once it has the port: what the checkpoint's small files say.
 
-Owns the order of these checks, quickest first. Imports neither torch nor an HTTP library. Called by `legato.__main__`.
+Owns what is known before the engine starts. Imports neither torch nor an HTTP library. Called by `legato.__main__`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 from legato.checkpoints import SMALL
 from legato.cli import preflight
 from legato.cli.serve_flags import LogFormat, LogLevel, ServeFlags
-from legato.config import Config, ConfigError, from_environment
+from legato.cli.serve_port import Taken
+from legato.config import Config
 from legato.model.hub import is_hub_id
-from legato.server.listening import check_tls, listen
 from legato.server.settings import SamplingDefaults, ServerSettings
 
 SHIPPED_NAME = "legato-small"
@@ -41,36 +40,23 @@ class Prepared:
     traces: str | None = None
 
 
-def prepare(flags: ServeFlags) -> Prepared:
-    """Checks everything that needs no tensors, and takes the port.
+def prepare(flags: ServeFlags, taken: Taken) -> Prepared:
+    """Checks the checkpoint's small files; gives the port back where they cannot be served.
 
     Raises:
         ConfigError, SettingsError, CheckpointError, SpecError, TokenizerError: each says what is wrong and what to do.
     """
-    config, settings = from_environment(flags.engine()), flags.server()
-    check_tls(settings.listen)
-    check_traces(flags.otlp_traces_endpoint)
-    sock = listen(settings.listen)
+    settings, sock = taken.settings, taken.sock
     try:
-        checked = preflight.check(config)
+        checked = preflight.check(taken.config)
         SamplingDefaults.of_checkpoint(checked.source.text)
     except BaseException:
         sock.close()
         raise
     if not settings.model_names:
-        settings = replace(settings, model_names=(served_name(config.model),))
+        settings = replace(settings, model_names=(served_name(taken.config.model),))
     logs = Logs(flags.log_format, flags.log_level, flags.access_log)
     return Prepared(checked.config, settings, logs, sock, flags.otlp_traces_endpoint)
-
-
-def check_traces(endpoint: str | None) -> None:
-    """Refuses an address for traces that is none, or traces without the libraries. Raises `ConfigError`."""
-    if endpoint is None:
-        return
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"--otlp-traces-endpoint must look like http://localhost:4318/v1/traces, got {endpoint}")
-    if any(importlib.util.find_spec(name) is None for name in ("opentelemetry", "opentelemetry.sdk")):
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'legato[otel]'")
 
 
 def served_name(model: str | None) -> str:

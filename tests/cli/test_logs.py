@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +27,7 @@ def untouched_logging() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.getLogger("legato").setLevel(logging.NOTSET)
+    logging.raiseExceptions = True
 
 
 def written(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -31,7 +35,9 @@ def written(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_json_lines_keep_fields_and_hide_secrets(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure(Logs("json", "info", False), {"sesame": "***", "/home/anna": "~", "/home/anna/models/glm": "glm"})
+    logs.configure(
+        Logs("json", "info", False), {"sesame": "***", "/home/anna": "~", "/home/anna/models/glm": "glm"}, sys.stderr
+    )
     log = logging.getLogger("legato.some")
     log.info("key %s for %s", "sesame", "/home/anna/models/glm/x", extra={"fields": {"status": 200, "none": None}})
     log.debug("not shown")
@@ -47,7 +53,7 @@ def test_json_lines_keep_fields_and_hide_secrets(capsys: pytest.CaptureFixture[s
 
 
 def test_text_lines_end_with_their_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure(Logs("text", "warning", False), {})
+    logs.configure(Logs("text", "warning", False), {}, sys.stderr)
     log = logging.getLogger("legato.some")
     log.info("not shown")
     log.warning("slow", extra={"fields": {"ms": 3}})
@@ -55,8 +61,20 @@ def test_text_lines_end_with_their_fields(capsys: pytest.CaptureFixture[str]) ->
     assert line.endswith(" warning: slow ms=3")
 
 
+def test_lines_of_the_engines_process_become_records(capfd: pytest.CaptureFixture[str]) -> None:
+    script = "import sys; sys.stderr.write('engine: ERROR legato.engine.x: lost /home/anna/x\\nTraceback')"
+    before = os.readlink("/proc/self/fd/2")
+    with logs.stderr_as_records() as stderr:
+        logs.configure(Logs("json", "info", False), {"/home/anna": "~"}, stderr)
+        subprocess.run([sys.executable, "-c", script], check=True)
+    assert os.readlink("/proc/self/fd/2") == before
+    first, second = (json.loads(line) for line in capfd.readouterr().err.splitlines())
+    assert (first["level"], first["logger"], first["message"]) == ("error", "legato.engine.x", "lost ~/x")
+    assert (second["level"], second["logger"], second["message"]) == ("warning", "legato.engine", "Traceback")
+
+
 def test_loading_is_told_by_stage_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.configure(Logs("text", "info", False), {})
+    logs.configure(Logs("text", "info", False), {}, sys.stderr)
     display = LoadingDisplay(Console(file=io.StringIO()))
     display.show(Loading("importing"))
     for done in range(5):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -78,6 +79,12 @@ class Served:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
+
+
+def processor_seconds_of_children() -> float:
+    """Of children that have ended: time of the clock says nothing on a machine that others use."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def free_port() -> int:
@@ -175,20 +182,20 @@ def test_the_page_is_open_and_its_numbers_are_not(served: Served) -> None:
 
 def test_a_port_in_use_is_refused_at_once(served: Served) -> None:
     port = served.url.rpartition(":")[2]
-    start = time.perf_counter()
+    before = processor_seconds_of_children()
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "legato", "serve", "--port", port],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    seconds = time.perf_counter() - start
+    seconds = processor_seconds_of_children() - before
     assert result.returncode == 2 and result.stdout == ""
     modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")}
     messages = [line for line in result.stderr.splitlines() if not line.startswith("import time")]
     assert messages == [
         f"legato: port: {port} on 127.0.0.1 is in use; stop what listens there, or choose another (0: any free one)"
     ]
-    assert not {"torch", "fastapi", "uvicorn", "transformers"} & modules
-    assert seconds < 2 * (1 + os.getloadavg()[0] / (os.cpu_count() or 1)), f"took {seconds:.1f} s"
+    assert not {"torch", "fastapi", "uvicorn", "transformers", "tokenizers", "huggingface_hub"} & modules
+    assert seconds < 2, f"took {seconds:.1f} s of processor time: on a quiet machine, of the clock too"
 
 
 @pytest.mark.full

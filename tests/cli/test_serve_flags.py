@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from legato.cli import aliases, flags
 from legato.cli.faults import FAULTS
-from legato.cli.serve_checks import SHIPPED_NAME, prepare, served_name
+from legato.cli.serve_checks import SHIPPED_NAME, Prepared, prepare, served_name
 from legato.cli.serve_command import ServeCommand
 from legato.cli.serve_flags import ServeFlags
+from legato.cli.serve_port import take
 from legato.config import ConfigError
 from legato.server.settings import SettingsError
 
@@ -41,6 +42,10 @@ def parsed(*words: str) -> ServeFlags:
         raise result.exception
     assert result.exit_code == 0, result.output
     return found[0]
+
+
+def prepared(flags: ServeFlags) -> Prepared:
+    return prepare(flags, take(flags))
 
 
 def refused(*words: str) -> str:
@@ -241,25 +246,25 @@ def test_the_port_is_taken_before_anything_loads() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(SettingsError, match=f"port: {port} on 127.0.0.1 is in use"):
-            prepare(parsed("--port", str(port), "--model", "there/is-no-such"))
-    prepared = prepare(parsed("--port", "0"))
-    with prepared.sock:
-        assert prepared.settings.model_names == (SHIPPED_NAME,)
-        with socket.create_connection(prepared.sock.getsockname(), timeout=5):
+            prepared(parsed("--port", str(port), "--model", "there/is-no-such"))
+    ready = prepared(parsed("--port", "0"))
+    with ready.sock:
+        assert ready.settings.model_names == (SHIPPED_NAME,)
+        with socket.create_connection(ready.sock.getsockname(), timeout=5):
             pass
 
 
 def test_an_address_that_is_not_ours_is_refused() -> None:
     with pytest.raises(SettingsError, match="host"):
-        prepare(parsed("--host", "192.0.2.1", "--port", "0"))
+        prepared(parsed("--host", "192.0.2.1", "--port", "0"))
     with pytest.raises(SettingsError, match="host"):
-        prepare(parsed("--host", "no such host", "--port", "0"))
+        prepared(parsed("--host", "no such host", "--port", "0"))
 
 
 def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("nothing")
     with pytest.raises(SettingsError, match=r"cert\.pem"):
-        prepare(parsed("--port", "0", "--ssl-certfile", str(tmp_path / "cert.pem")))
+        prepared(parsed("--port", "0", "--ssl-certfile", str(tmp_path / "cert.pem")))
 
 
 def test_a_refused_model_gives_the_port_back(tmp_path: Path) -> None:
@@ -269,7 +274,7 @@ def test_a_refused_model_gives_the_port_back(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     for _ in range(2):
         with pytest.raises(FAULTS, match="llama"):
-            prepare(parsed(str(tmp_path), "--port", str(port)))
+            prepared(parsed(str(tmp_path), "--port", str(port)))
 
 
 def test_config_errors_are_the_users() -> None:

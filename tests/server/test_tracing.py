@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from legato.cli.serve_checks import check_traces
+from legato.cli.serve_port import check_traces
 from legato.config import ConfigError
 from legato.server.metrics import Metrics
 from legato.server.tracing import Tracing, start

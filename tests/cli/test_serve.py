@@ -194,7 +194,7 @@ def test_a_port_in_use_is_refused_at_once(served: Served) -> None:
     assert messages == [
         f"legato: port: {port} on 127.0.0.1 is in use; stop what listens there, or choose another (0: any free one)"
     ]
-    assert not {"torch", "fastapi", "uvicorn", "transformers", "tokenizers", "huggingface_hub"} & modules
+    assert not {"torch", "fastapi", "uvicorn", "transformers", "huggingface_hub"} & modules
     assert seconds < 2, f"took {seconds:.1f} s of processor time: on a quiet machine, of the clock too"
 
 
@@ -256,7 +256,10 @@ def test_the_page_in_a_browser(served: Served, tmp_path: Path) -> None:
         assert page.run("getComputedStyle(document.querySelector('#chat')).display") == "none"
         assert page.run("document.documentElement.scrollWidth") <= 420
         assert page.complaints == refused
-    assert served.metrics()["legato_requests_running"] == 0
+    deadline = time.monotonic() + 10
+    while served.metrics()["legato_requests_running"]:  # as of the engine's last report
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from torch.nn import functional
 from legato.ops.cache.layout import PAGE
 from legato.ops.case import EXACT, Case, Draw, Where
 from legato.ops.op import op
+from legato.ops.select.adversarial import adversarial_rows
 from legato.ops.select.ordering import BELOW_ALL, first_k, ordered_keys
 
 PAGE_BITS = PAGE.bit_length() - 1
@@ -63,9 +64,51 @@ def _case(rows: int, k: int, longest: int, ties: int, on: Where = "any") -> Case
     return Case(top_k, name, make, EXACT, bytes=rows * (longest * 4 + k * 8), on=on)
 
 
+def _adversarial(width: int, k: int, on: Where = "any") -> Case:
+    """One row of every kind that breaks selection kernels; the scores beyond a row's length are NaN."""
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        scores = torch.stack(tuple(adversarial_rows(draw, width).values()))
+        rows, pages = scores.shape[0], -(-width // PAGE)
+        lengths = width - torch.arange(rows, dtype=torch.int32, device=draw.device)
+        scores = functional.pad(scores, (0, -width % PAGE), value=torch.nan)
+        beyond = torch.arange(scores.shape[1], device=draw.device) >= lengths.unsqueeze(1)
+        table = draw.distinct(3 * pages, 3 * pages).view(3, pages)
+        return scores.masked_fill(beyond, torch.nan), lengths, k, table, draw.integers(rows, low=0, high=3)
+
+    return Case(top_k, f"top_k adversarial k={k} width={width}", make, EXACT, bytes=20 * (width * 4 + k * 8), on=on)
+
+
+def _mixed(lengths: tuple[int, ...], k: int, on: Where = "any") -> Case:
+    """Rows of very different lengths in one launch."""
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        pages = -(-max(lengths) // PAGE)
+        scores = draw.normal(len(lengths), pages * PAGE)
+        table = draw.distinct(pages, pages).view(1, pages)
+        request = torch.zeros(len(lengths), dtype=torch.int32, device=draw.device)
+        return scores, draw.listed(*lengths), k, table, request
+
+    name = f"top_k mixed k={k} lengths={min(lengths)}..{max(lengths)}"
+    return Case(top_k, name, make, EXACT, bytes=sum(lengths) * 4 + len(lengths) * k * 8, on=on)
+
+
+#: Rows, and the lengths at which selection is measured.
+_MEASURED = {
+    1: (16384, 65536, 81920, 262144, 1048576),
+    6: (16384, 65536, 81920, 262144, 1048576),
+    32: (4096, 16384, 65536, 81920, 131072, 262144, 1048576),
+    128: (4096, 16384, 65536, 81920, 131072),
+}
+
 CASES = (
     *(_case(rows, 256, longest, ties) for rows in (1, 6) for longest in (100, 256, 257, 1000) for ties in (1, 20)),
     _case(6, 64, 67, 4),
     _case(1, 2048, 4096, 1),
+    _adversarial(700, 64),
+    _mixed((0, 1, 63, 64, 65, 66, 255, 256, 257, 1000), 64),
     *(_case(6, 2048, longest, ties, "gpu") for longest in (4096, 32768, 131072) for ties in (1, 3000)),
+    *(_case(rows, 2048, longest, 1, "gpu") for rows, lengths in _MEASURED.items() for longest in lengths),
+    *(_adversarial(width, 2048, "gpu") for width in (2111, 4099, 20002, 81919, 300001)),
+    _mixed((0, 1, 63, 64, 65, 2047, 2048, 2049, 2050, 8191, 81920, 1048576), 2048, "gpu"),
 )

@@ -1,0 +1,132 @@
+# pyright: basic
+"""Selection on Hopper: one launch of `top_k.cu` for rows of any lengths, driven by the lengths on the device.
+
+Owns the choice of how many thread blocks share a row, from what the host knows (rows and width), and the registration
+with PyTorch. Must not read a tensor's values. Imported by `bind` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from legato.ops.build import Kernel, Launch, Source
+from legato.ops.select import top_k
+
+THREADS = 512
+#: Bytes at the start of the shared memory that each way of `top_k.cu` keeps its counters in; the source checks them.
+QUICK_BYTES, EXHAUSTIVE_BYTES = 26 * 1024, 76 * 1024
+_MOST_BYTES = 227 * 1024
+#: Two blocks share a multiprocessor up to this size, and do not from the next kilobyte on.
+_HALF_BYTES = 113 * 1024
+#: The last digit of a position is 11 bits, the one before it at most 12: see the exhaustive way.
+_MOST_SCORES = 1 << 23
+#: Rows no longer than this are chosen by one block, whatever the cluster: two hops cost more than they save.
+_ALONE = 2048
+
+SOURCE = Source(
+    Path(__file__).with_name("top_k.cu"),
+    {"THREADS": THREADS, "QUICK_BYTES": QUICK_BYTES, "SHARED_BYTES": EXHAUSTIVE_BYTES},
+)
+KERNEL = Kernel(SOURCE, "top_k", shared_bytes=_MOST_BYTES, non_portable_cluster=True)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a launch is cut: thread blocks that share a row (a power of two), and the shared memory of each."""
+
+    blocks: int
+    shared_bytes: int
+
+
+@cache
+def cut(rows: int, width: int, processors: int) -> Cut:
+    """The cut for `rows` rows of up to `width` scores on a device of so many multiprocessors.
+
+    As many blocks for a row as there are processors for them, but none with fewer than 512 scores; 16 only where the
+    row is long enough to pay for the wider exchange. Where every block can have a processor of its own, it asks for
+    more than half of its shared memory, so that it gets it; otherwise for less, so that two fit. Clusters need
+    neighbouring processors: with more than three quarters of them wanted, some clusters would wait for others to end.
+    """
+    blocks = 1
+    most = 16 if width > 131072 else 8
+    while blocks < most and 2 * blocks * rows <= processors and 512 * blocks < width:
+        blocks *= 2
+    warps = THREADS // 32
+    listed = -(-width // (blocks * warps)) + 128
+    wanted = max(QUICK_BYTES + listed * warps * 8, EXHAUSTIVE_BYTES)
+    if rows * blocks <= (processors if blocks == 1 else processors * 3 // 4):
+        return Cut(blocks, min(max(wanted, _HALF_BYTES + 1024), _MOST_BYTES))
+    return Cut(blocks, min(wanted, _HALF_BYTES))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.library.custom_op("legato::top_k", mutates_args=(), device_types="cuda")
+def _select(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = scores.shape
+    slots = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(rows, dtype=torch.int32, device=scores.device)
+    if not rows:
+        return slots, counts
+    if scores.stride(1) != 1 or scores.stride(0) % 4 or scores.data_ptr() % 16:
+        scores = functional.pad(scores, (0, -width % 4)).contiguous()
+    how = cut(rows, width, _processors(scores.device))
+    KERNEL(
+        Launch(
+            grid=(rows * how.blocks,),
+            block=(THREADS,),
+            cluster=(how.blocks,),
+            shared_bytes=how.shared_bytes,
+            programmatic=True,
+        ),
+        scores,
+        lengths,
+        page_table,
+        request,
+        slots,
+        counts,
+        scores.stride(0),
+        page_table.stride(0),
+        k,
+        how.blocks.bit_length() - 1,
+        how.shared_bytes,
+        _ALONE,
+    )
+    return slots, counts
+
+
+@_select.register_fake
+def _(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+    rows = scores.shape[0]
+    return scores.new_empty(rows, k, dtype=torch.int32), scores.new_empty(rows, dtype=torch.int32)
+
+
+@top_k.on("sm90")
+def top_k_sm90(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+    """`top_k` for float32 scores of up to 2^23 positions; lengths, table and request int32.
+
+    Rows that do not start at a multiple of 16 bytes are copied first. Raises ValueError for what it cannot read.
+    """
+    if scores.dim() != 2 or scores.dtype != torch.float32:
+        raise ValueError(f"top_k: scores are {scores.dtype} {tuple(scores.shape)}; expected float32 [T, L]")
+    if k < 1 or scores.shape[1] > _MOST_SCORES:
+        raise ValueError(f"top_k: k = {k}, width {scores.shape[1]}; k is at least 1, a row at most {_MOST_SCORES} long")
+    if page_table.shape[1] * 64 < scores.shape[1]:
+        raise ValueError(f"top_k: a table of {page_table.shape[1]} pages is too narrow for {scores.shape[1]} scores")
+    table = page_table.to(torch.int32)
+    return torch.ops.legato.top_k(
+        scores,
+        lengths.to(torch.int32).contiguous(),
+        k,
+        table if table.stride(1) == 1 else table.contiguous(),
+        request.to(torch.int32).contiguous(),
+    )

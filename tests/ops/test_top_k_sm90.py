@@ -1,0 +1,161 @@
+"""Selection on Hopper. Without a GPU: the source compiles without spills, how launches are cut, what is refused, and that
+the launch gets the arguments that the source declares. With one: hard rows, repetition, neighbours, graphs, torch.compile.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
+pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+
+from legato.ops import build, top_k
+from legato.ops.case import Draw
+from legato.ops.select import sm90, torch_topk
+from legato.ops.select.adversarial import adversarial_rows
+
+try:
+    build._nvrtc_version()
+except RuntimeError as error:  # how cuda.bindings says that the library is not there
+    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_the_source_compiles_without_spills() -> None:
+    used = sm90.KERNEL.usage("sm_90a")
+    assert used.registers <= 64 and used.spill_store_bytes == used.spill_load_bytes == used.stack_bytes == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 8, 9, 31, 32, 33, 64, 66, 67, 128, 132, 133, 1000])
+@pytest.mark.parametrize("width", [1, 64, 513, 4096, 81920, 131072, 131073, 1 << 20, 1 << 23])
+def test_how_launches_are_cut(rows: int, width: int) -> None:
+    cut = sm90.cut(rows, width, 132)
+    assert cut.blocks in (1, 2, 4, 8, 16) and (cut.blocks == 1 or rows * cut.blocks <= 132)
+    assert sm90.EXHAUSTIVE_BYTES <= cut.shared_bytes <= 227 * 1024
+    assert cut.blocks == 1 or width > 256 * cut.blocks
+
+
+def arguments(width: int = 640, rows: int = 3) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
+    scores, lengths = torch.zeros(rows, width), torch.full((rows,), width, dtype=torch.int32)
+    table = torch.zeros(1, -(-width // 64), dtype=torch.int32)
+    return scores, lengths, 64, table, torch.zeros(rows, dtype=torch.int32)
+
+
+def test_what_is_refused() -> None:
+    scores, lengths, k, table, request = arguments()
+    with pytest.raises(ValueError, match="9 pages is too narrow for 640"):
+        sm90.top_k_sm90(scores, lengths, k, table[:, :9], request)
+    with pytest.raises(ValueError, match=r"float64 \(3, 640\)"):
+        sm90.top_k_sm90(scores.double(), lengths, k, table, request)
+    with pytest.raises(ValueError, match="k = 0"):
+        sm90.top_k_sm90(scores, lengths, 0, table, request)
+
+
+def test_shapes_are_known_without_running() -> None:
+    with FakeTensorMode():
+        scores, rest = torch.empty(3, 640, device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
+        slots, counts = sm90.top_k_sm90(scores, rest, 64, torch.empty(1, 10, dtype=torch.int32, device="cuda"), rest)
+    assert slots.shape == (3, 64) and counts.shape == (3,) and slots.dtype == counts.dtype == torch.int32
+
+
+def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(sm90, "KERNEL", lambda how, *given: calls.append((how, given)))
+    monkeypatch.setattr(sm90, "_processors", lambda device: 132)
+    scores, lengths, k, table, request = arguments(width=81920, rows=6)
+    slots, counts = sm90._select._init_fn(scores, lengths, k, table, request)
+    (how, given) = calls[0]
+    declared = re.search(r"top_k\((const float\*.*?)(?: PROFILE_PARAMETER)?\) \{", sm90.SOURCE.path.read_text(), re.S)
+    names = [part.split()[-1] for part in declared[1].split(",")]
+    passed = dict(zip(names, given, strict=True))
+    assert passed["scores"] is scores and passed["lengths"] is lengths and passed["slots"] is slots
+    assert passed["page_table"] is table and passed["request"] is request and passed["counts"] is counts
+    assert (passed["stride"], passed["table_stride"], passed["k"]) == (81920, 1280, 64)
+    assert 1 << passed["cluster_bits"] == how.cluster[0] and how.grid == (6 * how.cluster[0],)
+    assert passed["memory_bytes"] == how.shared_bytes
+
+
+def test_rows_that_the_loads_cannot_start_at_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(sm90, "KERNEL", lambda how, *given: calls.append(given))
+    monkeypatch.setattr(sm90, "_processors", lambda device: 132)
+    _, lengths, k, table, request = arguments(width=322)
+    for scores in (torch.randn(3, 322), torch.randn(3, 1000)[:, 1:323], torch.randn(322, 3).t()):
+        sm90._select._init_fn(scores, lengths, k, table, request)
+        read, stride = calls[-1][0], calls[-1][6]
+        assert stride % 4 == 0 and read.data_ptr() % 16 == 0 and torch.equal(read[:, :322], scores)
+
+
+def test_torch_topk_selects_what_the_reference_does() -> None:
+    draw = Draw(torch.Generator().manual_seed(0), torch.device("cpu"))
+    scores, table = draw.normal(6, 640), draw.distinct(20, 20).view(2, 10)
+    lengths, request = draw.listed(640, 0, 1, 63, 65, 639), draw.listed(0, 1, 0, 1, 0, 1)
+    for k in (1, 64, 1000):
+        expected = top_k.reference(scores, lengths, k, table, request)
+        found = torch_topk.top_k_torch(scores, lengths, k, table, request)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
+
+
+def on_device(width: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One row of every hard kind, lengths that differ, NaN beyond them, and a table exactly as wide as the rows."""
+    draw = Draw(torch.Generator().manual_seed(seed), torch.device("cuda"))
+    rows = torch.stack(tuple(adversarial_rows(draw, width).values()))
+    lengths = width - torch.arange(len(rows), dtype=torch.int32, device="cuda")
+    rows = rows.masked_fill(torch.arange(width, device="cuda") >= lengths[:, None], torch.nan)
+    pages = -(-width // 64)
+    table = draw.distinct(pages, pages).view(1, pages)
+    return rows, lengths, table, torch.zeros(len(rows), dtype=torch.int32, device="cuda")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("width", [2049, 4096, 10007, 65536, 131072])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_hard_rows(width: int, rows: int) -> None:
+    scores, lengths, table, request = on_device(width)
+    for first in range(0, 20, rows):
+        some = slice(first, first + rows)
+        for k in (64, 2048):
+            given = scores[some], lengths[some], k, table, request[some]
+            for ours, theirs in zip(sm90.top_k_sm90(*given), top_k.reference(*given)):
+                assert torch.equal(ours, theirs)
+
+
+@gpu
+@needs_gpu
+def test_a_hundred_runs_give_the_same_bits() -> None:
+    scores, lengths, table, request = on_device(81920)
+    first = sm90.top_k_sm90(scores, lengths, 2048, table, request)
+    for _ in range(100):
+        again = sm90.top_k_sm90(scores, lengths, 2048, table, request)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+@gpu
+@needs_gpu
+def test_one_graph_serves_every_length() -> None:
+    scores, _, table, request = on_device(20000)
+    lengths = torch.full((len(scores),), 20000, dtype=torch.int32, device="cuda")
+    sm90.top_k_sm90(scores, lengths, 2048, table, request)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slots, counts = sm90.top_k_sm90(scores, lengths, 2048, table, request)
+    for length in (0, 1, 64, 2047, 2048, 2049, 8192, 8193, 19999, 20000):
+        lengths.fill_(length)
+        graph.replay()
+        expected = top_k.reference(scores, lengths, 2048, table, request)
+        assert torch.equal(slots, expected[0]) and torch.equal(counts, expected[1]), length
+
+
+@gpu
+@needs_gpu
+def test_under_torch_compile() -> None:
+    scores, lengths, table, request = on_device(5000)
+    compiled = torch.compile(lambda x: sm90.top_k_sm90(x * 2, lengths, 2048, table, request), fullgraph=True)
+    expected = top_k.reference(scores * 2, lengths, 2048, table, request)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(compiled(scores), expected))

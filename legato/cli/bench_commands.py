@@ -45,6 +45,30 @@ def bench_ops(
         raise typer.Exit(1)
 
 
+@app.command("skeleton")
+def bench_skeleton(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Directory or hub id of a checkpoint; by default GLM-5.2.", show_default=False
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--gpus", help="Ranks that share the model; one of them is measured.")] = 8,
+    num_drafts: Annotated[int, typer.Option("--num-drafts", "-k", help="Tokens drafted per iteration, 0 to 7.")] = 5,
+    device: options.Device = "auto",
+    json: Annotated[
+        Path | None, typer.Option(help="Append the figure as a JSON object to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Times an iteration's launches with their weights' bytes and nothing else: what launches and memory must cost.
+
+    On a machine without a GPU it lists the launches and their bytes.
+    """
+    from legato.cli.skeleton import bench_skeleton as run
+
+    run(model, ranks, num_drafts, device, json)
+
+
 @app.command("serve")
 def bench_serve(
     url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")],

@@ -22,7 +22,8 @@ def _attached() -> list[tuple[Case, str]]:
 def test_implementation_agrees_with_its_reference(case: Case, target: str, uninitialised_is_nan: None) -> None:
     for seed in (0, 1):
         expected = case.outputs(case.op.reference, case.inputs("cuda", seed))
-        found = case.outputs(case.op.implementations[target].run, case.inputs("cuda", seed))
+        implementation = case.op.implementations[target]
+        found = case.outputs(implementation.run, case.packed(implementation, case.inputs("cuda", seed)))
         assert case.mismatch(found, expected) is None, f"seed {seed}: {case.mismatch(found, expected)}"
 
 

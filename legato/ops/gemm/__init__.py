@@ -146,6 +146,26 @@ def _heads_case(rows: int, heads: int, shape: tuple[int, int], dtype: torch.dtyp
     )
 
 
+#: [N, K] of GLM-5.2's dense weights: q_a with kv_a, q_b, o, the indexer's queries and keys, router, shared expert, dense
+#: layers, the MTP layer's projection and the head; full width and, where they are sharded, a rank of 8.
+_DENSE_SHAPES = (
+    (2624, 6144),
+    (16384, 2048),
+    (2048, 2048),
+    (6144, 16384),
+    (6144, 2048),
+    (4096, 2048),
+    (128, 6144),
+    (256, 6144),
+    (4096, 6144),
+    (512, 6144),
+    (6144, 256),
+    (24576, 6144),
+    (3072, 6144),
+    (6144, 12288),
+    (6144, 1536),
+    (19360, 6144),
+)
 _FORMATS = (linear_bf16, linear_fp8_block, linear_nvfp4, linear_int4)
 CASES = (
     *(_weight_case(linear_draft, rows, (576, 256), torch.float32, "any") for rows in (1, 5)),
@@ -155,10 +175,24 @@ CASES = (
     # Widths that no block divides: 320 = two and a half blocks of the FP8 scale, 72 columns of output.
     _weight_case(linear_bf16, 9, (72, 48), torch.float32, "any"),
     _weight_case(linear_fp8_block, 9, (72, 320), torch.float32, "any"),
-    # GLM-5.2 at full width, and one rank of 8.
+    # GLM-5.2 at full width, and one rank of 8: every dense product of an iteration.
+    *(_weight_case(linear_bf16, rows, shape, torch.bfloat16, "gpu") for shape in _DENSE_SHAPES for rows in (1, 6, 16)),
+    *(
+        _weight_case(linear_fp8_block, rows, shape, torch.bfloat16, "gpu")
+        for shape in (
+            (2624, 6144),
+            (16384, 2048),
+            (6144, 16384),
+            (24576, 6144),
+            (4096, 6144),
+            (2048, 2048),
+            (6144, 2048),
+        )
+        for rows in (1, 6, 16)
+    ),
     *(
         _weight_case(linear, rows, shape, torch.bfloat16, "gpu")
-        for linear in _FORMATS
+        for linear in (linear_nvfp4, linear_int4)
         for rows in (1, 6, 16)
         for shape in ((2624, 6144), (2048, 2048), (6144, 2048))
     ),

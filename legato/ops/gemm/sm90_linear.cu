@@ -1,0 +1,427 @@
+// y = x W^T (+ residual) for a few rows of x, bound by the bytes of W.
+//
+// Weights stand on the wide side of mma.m16n8k16 (16 of them by 8 rows of x). They were reordered once, at load (see
+// sm90.py): "blocks" of 1 KB hold 16 outputs by 64 bytes of K in the order in which a warp's lanes want them, and all
+// blocks that a warp reads one after the other lie one after the other. Each warp therefore streams its own slice of K
+// through a ring of its own with plain bulk copies and needs no other warp until its sum is complete. No load of a
+// weight waits for the preceding kernel: the rings are filled before griddepcontrol.wait.
+//
+// A block computes STRIPS * 16 outputs. Its RANKS blocks of a cluster, and in them the WARPS warps, have a contiguous
+// slice of K each; the sums meet first in the block's shared memory, then in that of the rank which owns the outputs,
+// always in the same order. Nothing depends on the number of rows but the number of tiles of 8 of them, and a row's
+// arithmetic does not depend on that either.
+//
+// x comes in one of two ways. Where a block reads little of it, lanes fetch their fragments straight into registers, a
+// batch ahead (X_COPIES 0): that has the shortest latency. Where much, warps copy their rows' parts into rings of their
+// own (X_COPIES 1): fragments would take requests of 64 bytes, and their number is what a multiprocessor would wait for.
+//
+// Macros: STRIPS, WARPS, RANKS as above; TILES of 8 rows; CHUNK: blocks of K in a slot of the ring; SLOTS: of a ring;
+// BATCH: slots whose part of x is fetched together; X_SLOTS: such batches in flight (X_COPIES 0: 1 if a slice is never
+// longer than a batch, else 2); PACED: slots of a ring in flight while the dependency is not resolved (the others are
+// asked for as those arrive, so that weights for later do not delay those that the preceding kernel still waits for);
+// FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
+
+constexpr int THREADS = WARPS * 32;
+constexpr int BLOCK_BYTES = 1024;
+constexpr int BLOCK_K = FP8 ? 64 : 32;
+constexpr int SLOT_BYTES = STRIPS * CHUNK * BLOCK_BYTES;
+constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
+constexpr int OUTPUTS = STRIPS * 16;
+constexpr int TOKENS = TILES * 8;
+constexpr int PITCH = OUTPUTS + 4;            // of a token's partial sums, in floats: lanes of a quad hit different banks
+constexpr int OWN = OUTPUTS / RANKS;          // outputs that this rank finishes
+constexpr int PARTIAL_BYTES = TOKENS * PITCH * 4;
+constexpr int PARTIAL_STRIDE = RING_BYTES > PARTIAL_BYTES ? RING_BYTES : PARTIAL_BYTES;
+constexpr int RINGS_BYTES = WARPS * PARTIAL_STRIDE;
+constexpr int X_BLOCKS = BATCH * CHUNK;       // of K, in a slot of x
+constexpr int X_ROW = X_BLOCKS * BLOCK_K * 2;
+constexpr int X_PITCH = FP8 ? X_ROW + 16 : X_ROW % 128 ? X_ROW : X_ROW + 64;  // two rows' pieces hit different banks
+constexpr int X_SLOT_BYTES = TOKENS * X_PITCH;
+constexpr int X_BYTES = X_COPIES ? WARPS * X_SLOTS * X_SLOT_BYTES : 0;
+constexpr int INBOX_BYTES = RANKS > 1 ? RANKS * TOKENS * OWN * 4 : 0;
+constexpr int QUADS = OUTPUTS / 4;            // groups of four outputs, the unit of the reduction
+constexpr int OWN_QUADS = OWN / 4;
+constexpr int OWN_ITEMS = (TOKENS * OWN_QUADS + THREADS - 1) / THREADS;
+static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four outputs");
+
+__device__ __forceinline__ u32 shared_address(const void *pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni ready;\n"
+      "bra.uni again;\n"
+      "ready:\n}" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_bulk(u32 target, const void *source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// Past the L1: a preceding kernel may still have been writing when this one began.
+__device__ __forceinline__ uint2 load_fresh_pair(const void *pointer) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+  return v;
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+constexpr int PIECES = FP8 ? 2 : 1;  // of 16 bytes: what a lane needs of a row of x for one block of K
+typedef uint4 Fragments[TILES][PIECES];
+
+#if !X_COPIES
+__device__ __forceinline__ uint4 load_fresh(const void *pointer) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer));
+  return v;
+}
+
+struct Rows {
+  const u8 *x;    // at this lane's row of tile 0 and its place in a block of K
+  size_t stride;  // bytes from one row to the next
+  int left;       // rows from this lane's row of tile 0 on
+};
+
+// This lane's part of x for `count` blocks of K from `first` on, at most a batch.
+__device__ __forceinline__ void load_rows(Fragments (&into)[X_BLOCKS], const Rows &rows, int first, int count) {
+#pragma unroll
+  for (int b = 0; b < X_BLOCKS; ++b)
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) {
+        into[b][tile][p] = make_uint4(0, 0, 0, 0);
+        if (b < count && tile * 8 < rows.left)
+          into[b][tile][p] = load_fresh(rows.x + tile * 8 * rows.stride + size_t(first + b) * (BLOCK_K * 2) + p * 16);
+      }
+}
+#endif
+
+#if FP8
+// Four e4m3 to two pairs of bfloat16, exactly: sign, then exponent and mantissa four bits lower, then times 2^120.
+__device__ __forceinline__ void widen(u32 codes, u32 &first, u32 &second) {
+  const u32 scale = 0x7b807b80u;  // 2^120 twice
+  u32 low = __byte_perm(codes, 0, 0x1404), high = __byte_perm(codes, 0, 0x3424);  // bytes into the upper halves
+  low = (low & 0x80008000u) | ((low & 0x7f007f00u) >> 4);
+  high = (high & 0x80008000u) | ((high & 0x7f007f00u) >> 4);
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(low), "r"(scale));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(high), "r"(scale));
+}
+#endif
+
+// Sums of odd steps of 16 are kept apart where there are few strips: a chain of dependent products would be too slow.
+constexpr int CHAINS = !FP8 && STRIPS <= 2 ? 2 : 1;
+typedef float Sums[STRIPS][TILES][CHAINS][4];
+
+// FP8: the scales of a warp's slice of K, one per lane and 128 of K: those of the group's first 128 outputs, and the next.
+struct Scales {
+  float first, second;
+  int boundary;  // the strip with which the second row of scales begins
+
+  __device__ __forceinline__ float of(int strip, int pair) const {
+    return __shfl_sync(0xffffffffu, strip < boundary ? first : second, pair);
+  }
+};
+
+// One block of K, `live` strips: the last group of a weight may have fewer than STRIPS.
+__device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u8 *block, int live, int lane,
+                                         const Scales &scales, int pair) {
+#pragma unroll
+  for (int strip = 0; strip < STRIPS; ++strip) {
+    if (strip >= live) break;
+    const uint4 upper = *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + lane * 16);
+    const uint4 lower = *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + 512 + lane * 16);
+#if FP8
+    const u32 codes[2][4] = {{upper.x, upper.y, upper.z, upper.w}, {lower.x, lower.y, lower.z, lower.w}};
+    float products[TILES][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      u32 a0, a1, a2, a3;
+      widen(codes[0][step], a0, a2);
+      widen(codes[1][step], a1, a3);
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const uint4 piece = x[tile][step / 2];
+        mma(products[tile][step % 2], a0, a1, a2, a3, step % 2 ? piece.z : piece.x, step % 2 ? piece.w : piece.y);
+      }
+    }
+    const float scale = scales.of(strip, pair);
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[strip][tile][0][i] += scale * (products[tile][0][i] + products[tile][1][i]);
+#else
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      mma(sums[strip][tile][0], upper.x, lower.x, upper.y, lower.y, x[tile][0].x, x[tile][0].y);
+      mma(sums[strip][tile][CHAINS - 1], upper.z, lower.z, upper.w, lower.w, x[tile][0].z, x[tile][0].w);
+    }
+#endif
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    linear(const u8 *__restrict__ weight, const u8 *__restrict__ x, const u8 *__restrict__ residual,
+           u8 *__restrict__ y, int rows, int outputs, int k_blocks, int x_stride, int residual_stride
+#if FP8
+           ,
+           const float *__restrict__ scales, int scale_columns
+#endif
+    ) {
+  extern __shared__ __align__(1024) u8 shared[];
+  __shared__ __align__(8) u64 full_barriers[WARPS][SLOTS];
+  __shared__ __align__(8) u64 x_barriers[WARPS][X_SLOTS];
+  __shared__ __align__(8) u64 inbox_barrier;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
+  const int group = blockIdx.x / RANKS;
+  u64 once;  // a weight is read by one block only
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+#if X_COPIES
+  u64 keep;  // x is read by all
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+#endif
+
+  // The slice of K, in blocks, of this warp among all warps of the cluster.
+  const int slice = rank * WARPS + warp;
+  const int begin = slice * k_blocks / (RANKS * WARPS), end = (slice + 1) * k_blocks / (RANKS * WARPS);
+  const int num_chunks = (end - begin + CHUNK - 1) / CHUNK;
+  const int live = min(STRIPS, outputs / 16 - group * STRIPS);
+  const u8 *stream = weight + (size_t(group) * STRIPS * k_blocks + size_t(begin) * live) * BLOCK_BYTES;
+  const u32 ring = shared_address(shared) + warp * PARTIAL_STRIDE;
+  const u32 full = shared_address(full_barriers[warp]);
+  const u32 x_full = shared_address(x_barriers[warp]);
+
+  auto fetch = [&](int chunk) {
+    const int slot = chunk % SLOTS;
+    const u32 bytes = min(CHUNK, end - begin - chunk * CHUNK) * live * BLOCK_BYTES;
+    barrier_expect(full + slot * 8, bytes);
+    copy_bulk(ring + slot * SLOT_BYTES, stream + size_t(chunk) * CHUNK * live * BLOCK_BYTES, bytes, full + slot * 8,
+              once);
+  };
+  if (lane == 0) {
+    for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full + slot * 8, 1);
+    for (int slot = 0; slot < X_SLOTS; ++slot) barrier_init(x_full + slot * 8, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int chunk = 0; chunk < min(PACED, num_chunks); ++chunk) fetch(chunk);
+  }
+  if (RANKS > 1 && threadIdx.x == 0) {
+    barrier_init(shared_address(&inbox_barrier), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_expect(shared_address(&inbox_barrier), rows * OUTPUTS * 4);
+  }
+  asm volatile("griddepcontrol.launch_dependents;");
+  __syncwarp();
+  if (RANKS > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+  if (lane == 0)
+    for (int chunk = PACED; chunk < min(SLOTS, num_chunks); ++chunk) {
+      barrier_wait(full + (chunk - PACED) * 8, 0);
+      fetch(chunk);
+    }
+  __syncwarp();
+  Scales scale = {1.0f, 1.0f, STRIPS};
+#if FP8
+  const int scale_row = group * OUTPUTS / 128, scale_column = begin / 2 + lane;
+  scale.boundary = (scale_row + 1) * 8 - group * STRIPS;
+  if (scale_column < scale_columns) {
+    scale.first = scales[size_t(scale_row) * scale_columns + scale_column];
+    if ((scale_row + 1) * 128 < outputs) scale.second = scales[size_t(scale_row + 1) * scale_columns + scale_column];
+  }
+#endif
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+
+  const int num_batches = (end - begin + X_BLOCKS - 1) / X_BLOCKS;
+#if X_COPIES
+  // This warp's part of x, batch by batch; a lane copies a row. Rows that do not exist leave what was there: a row's sums
+  // never meet another's.
+  u8 *const x_ring = shared + RINGS_BYTES + warp * (X_SLOTS * X_SLOT_BYTES);
+  auto fetch_x = [&](int batch) {
+    const u32 slot = batch % X_SLOTS, barrier = x_full + slot * 8;
+    const int first = begin + batch * X_BLOCKS;
+    const u32 bytes = min(X_BLOCKS, end - first) * (BLOCK_K * 2);
+    if (lane == 0) barrier_expect(barrier, rows * bytes);
+    __syncwarp();
+    for (int row = lane; row < rows; row += 32)
+      copy_bulk(shared_address(x_ring) + slot * X_SLOT_BYTES + row * X_PITCH,
+                x + (size_t(row) * x_stride + size_t(first) * BLOCK_K) * 2, bytes, barrier, keep);
+  };
+  for (int batch = 0; batch < min(X_SLOTS, num_batches); ++batch) fetch_x(batch);
+#else
+  Rows mine;
+  mine.stride = size_t(x_stride) * 2;
+  mine.left = rows - lane / 4;
+  mine.x = x + size_t(lane / 4) * mine.stride + (lane % 4) * (BLOCK_K / 2);
+  Fragments x_even[X_BLOCKS];
+  load_rows(x_even, mine, begin, end - begin);
+#endif
+
+  // Four outputs of one row each: the residual is fetched now, while the weights are still on their way.
+  uint2 added[OWN_ITEMS];
+#pragma unroll
+  for (int i = 0; i < OWN_ITEMS; ++i) {
+    const int item = i * THREADS + threadIdx.x;
+    const int token = item / OWN_QUADS, output = group * OUTPUTS + rank * OWN + item % OWN_QUADS * 4;
+    added[i] = make_uint2(0, 0);
+    if (residual != nullptr && token < rows && output < outputs)
+      added[i] = load_fresh_pair(residual + (size_t(token) * residual_stride + output) * 2);
+  }
+
+  Sums sums = {};
+  auto pair = [&](int block) { return (begin + block) / 2 - begin / 2; };
+  auto consume = [&](int batch, const Fragments(&part)[X_BLOCKS]) {
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int chunk = batch * BATCH + i, slot = chunk % SLOTS, count = min(CHUNK, end - begin - chunk * CHUNK);
+      if (count <= 0) break;
+      barrier_wait(full + slot * 8, chunk / SLOTS & 1);
+      const u8 *filled = shared + warp * PARTIAL_STRIDE + slot * SLOT_BYTES;
+      if (count >= CHUNK && live == STRIPS) {
+#pragma unroll
+        for (int b = 0; b < CHUNK; ++b)
+          multiply(sums, part[i * CHUNK + b], filled + b * STRIPS * BLOCK_BYTES, STRIPS, lane, scale,
+                   pair(chunk * CHUNK + b));
+      } else {
+#pragma unroll
+        for (int b = 0; b < CHUNK; ++b)
+          if (b < count)
+            multiply(sums, part[i * CHUNK + b], filled + b * live * BLOCK_BYTES, live, lane, scale,
+                     pair(chunk * CHUNK + b));
+      }
+      __syncwarp();
+      if (lane == 0 && chunk + SLOTS < num_chunks) fetch(chunk + SLOTS);
+    }
+  };
+#if X_COPIES
+  for (int batch = 0; batch < num_batches; ++batch) {
+    barrier_wait(x_full + batch % X_SLOTS * 8, batch / X_SLOTS & 1);
+    const u8 *place = x_ring + batch % X_SLOTS * X_SLOT_BYTES + lane / 4 * X_PITCH + lane % 4 * (PIECES * 16);
+    Fragments copied[X_BLOCKS];
+#pragma unroll
+    for (int b = 0; b < X_BLOCKS; ++b)
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+          copied[b][tile][p] =
+              *reinterpret_cast<const uint4 *>(place + b * (BLOCK_K * 2) + tile * 8 * X_PITCH + p * 16);
+    __syncwarp();
+    if (batch + X_SLOTS < num_batches) fetch_x(batch + X_SLOTS);
+    consume(batch, copied);
+  }
+#elif X_SLOTS == 1
+  consume(0, x_even);
+#else
+  Fragments x_odd[X_BLOCKS];
+  for (int batch = 0; batch < num_batches; batch += 2) {
+    const int next = begin + (batch + 1) * X_BLOCKS, after = next + X_BLOCKS;
+    load_rows(x_odd, mine, next, end - next);
+    consume(batch, x_even);
+    load_rows(x_even, mine, after, end - after);
+    consume(batch + 1, x_odd);
+  }
+#endif
+
+  // The warps' sums, token by token, in what was this warp's ring.
+  float *partial = reinterpret_cast<float *>(shared + warp * PARTIAL_STRIDE);
+#pragma unroll
+  for (int strip = 0; strip < STRIPS; ++strip)
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = tile * 8 + lane % 4 * 2 + i % 2, output = strip * 16 + lane / 4 + i / 2 * 8;
+        float sum = sums[strip][tile][0][i];
+        if (CHAINS == 2) sum += sums[strip][tile][1][i];
+        partial[token * PITCH + output] = sum;
+      }
+  __syncthreads();
+
+  auto over_warps = [&](int token, int quad) {
+    const float *at = reinterpret_cast<const float *>(shared) + token * PITCH + quad * 4;
+    float4 total = *reinterpret_cast<const float4 *>(at);
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) {
+      const float4 more = *reinterpret_cast<const float4 *>(at + w * (PARTIAL_STRIDE / 4));
+      total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+    }
+    return total;
+  };
+  if (RANKS > 1) {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    const u32 inbox = shared_address(shared) + RINGS_BYTES + X_BYTES, barrier = shared_address(&inbox_barrier);
+    for (int item = threadIdx.x; item < rows * QUADS; item += THREADS) {
+      const int token = item / QUADS, quad = item % QUADS, owner = quad / OWN_QUADS;
+      const float4 sum = over_warps(token, quad);
+      u32 target, target_barrier;
+      const u32 place = inbox + ((rank * TOKENS + token) * OWN + quad % OWN_QUADS * 4) * 4;
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target) : "r"(place), "r"(owner));
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target_barrier) : "r"(barrier), "r"(owner));
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
+          "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w), "r"(target_barrier)
+          : "memory");
+    }
+    barrier_wait(barrier, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < OWN_ITEMS; ++i) {
+    const int item = i * THREADS + threadIdx.x;
+    const int token = item / OWN_QUADS, quad = item % OWN_QUADS;
+    const int output = group * OUTPUTS + rank * OWN + quad * 4;
+    if (token >= rows || output >= outputs) continue;
+    float4 sum;
+    if (RANKS > 1) {
+      const float *at = reinterpret_cast<const float *>(shared + RINGS_BYTES + X_BYTES) + token * OWN + quad * 4;
+      sum = *reinterpret_cast<const float4 *>(at);
+#pragma unroll
+      for (int r = 1; r < RANKS; ++r) {
+        const float4 more = *reinterpret_cast<const float4 *>(at + r * TOKENS * OWN);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+      }
+    } else {
+      sum = over_warps(token, quad);
+    }
+    sum.x += from_bf16(added[i].x & 0xffff), sum.y += from_bf16(added[i].x >> 16);
+    sum.z += from_bf16(added[i].y & 0xffff), sum.w += from_bf16(added[i].y >> 16);
+    const uint2 rounded = make_uint2(to_bf16_pair(sum.x, sum.y), to_bf16_pair(sum.z, sum.w));
+    *reinterpret_cast<uint2 *>(y + (size_t(token) * outputs + output) * 2) = rounded;
+  }
+}

@@ -1,0 +1,200 @@
+"""The Hopper products: error, bits, order in a graph, and what is handed on to the library.
+
+The packed layout, the tilings' sizes and the compilation are tested on any machine that has the compiler.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
+pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+
+from legato.ops import build
+from legato.ops.gemm import linear_bf16, linear_fp8_block, sm90, sm90_tiling
+from legato.ops.gemm.dequantize import dequantize_fp8_block
+from legato.ops.op import implemented
+
+SHAPES = sorted(sm90_tiling.RECORDED)
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    """Skips where the compiler's library is not installed."""
+    try:
+        build._nvrtc_version()
+    except RuntimeError as error:  # how cuda.bindings says that the library is not there
+        pytest.skip(f"NVRTC is not installed: {error}")
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("strips", [1, 2, 3])
+def test_a_packed_weight_can_be_restored(strips: int, bits: int) -> None:
+    """Groups that divide the outputs, and a last group that is smaller."""
+    weight = torch.randint(0, 256, (80, 192), dtype=torch.uint8)
+    weight = weight if bits == 8 else weight.to(torch.bfloat16)
+    cut = sm90_tiling.cut(192 * bits // 512, sm90_tiling.Recorded(strips, 1, 48), bits)
+    packed = sm90.arrange(weight, cut)
+    assert packed.shape == (5, 192 * bits // 512, 2, 32, 128 // bits)
+    assert not torch.equal(packed.flatten(), weight.flatten())
+    assert torch.equal(sm90.restore(packed, cut), weight)
+
+
+def test_where_a_weight_lies_when_packed() -> None:
+    """Lane 4 * output + piece has 16 bytes of that output; outputs 8..15 follow; a group's strips share a block of K."""
+    weight = torch.arange(48 * 64, dtype=torch.int32).view(48, 64)
+    cut = sm90_tiling.cut(2, sm90_tiling.Recorded(3, 1, 48), 16)
+    packed = sm90.arrange(weight, cut).flatten()
+    block, strip, half, lane, element = 1, 2, 1, 13, 5
+    place = (((block * 3 + strip) * 2 + half) * 32 + lane) * 8 + element
+    assert packed[place] == weight[strip * 16 + half * 8 + lane // 4, block * 32 + lane % 4 * 8 + element]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_recorded_tilings_keep_the_source_s_rules(shape: tuple[int, int, int]) -> None:
+    """They fit the multiprocessor, ranks own groups of four outputs, no warp has more scales than lanes, and a packed
+    weight finds its tiling again."""
+    outputs, inputs, bits = shape
+    cut = sm90_tiling.tiling(*shape)
+    assert cut is not None and outputs % 16 == 0 and inputs * bits % 512 == 0
+    assert cut.most_rows in (8, 16)
+    for tiles in range(1, cut.most_rows // 8 + 1):
+        assert cut.shared_bytes(tiles) + 2048 <= sm90_tiling.SHARED_BYTES
+    assert cut.strips * 16 % (4 * cut.ranks) == 0 and 1 <= cut.paced <= cut.slots
+    blocks = inputs * bits // 512
+    assert bits == 16 or -(-blocks // (cut.ranks * 8)) < 62
+    packed = torch.empty(outputs // 16, blocks, 2, 32, 128 // bits, device="meta")
+    assert sm90._cut_of(packed, bits) == cut
+
+
+def test_shapes_that_are_not_recorded_stay_as_they_are() -> None:
+    weight, scales = torch.randn(576, 256).bfloat16(), torch.rand(5, 2)
+    assert sm90.pack_bf16(weight) is weight
+    assert sm90.pack_bf16(torch.randn(256, 256)).dim() == 2, "float32 is the reference's"
+    codes = weight.to(torch.float8_e4m3fn)
+    assert sm90.pack_fp8(codes, scales)[0] is codes
+
+
+@pytest.mark.parametrize("shape", [(2624, 6144, 16), (4096, 6144, 16), (2624, 6144, 8)], ids=str)
+def test_the_source_compiles_without_spills(shape: tuple[int, int, int], nvrtc: None) -> None:
+    usage = sm90.kernel(sm90_tiling.tiling(*shape), 1)[0].usage("sm_90a")
+    assert usage.spill_store_bytes == usage.spill_load_bytes == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_every_recorded_tiling_compiles_without_spills(tiles: int, nvrtc: None) -> None:
+    for shape in SHAPES:
+        usage = sm90.kernel(sm90_tiling.tiling(*shape), tiles)[0].usage("sm_90a")
+        assert usage.spill_store_bytes == usage.spill_load_bytes == 0, shape
+
+
+def implementation(op):
+    implemented("sm90")
+    return op.implementations["sm90"]
+
+
+class Product:
+    """A weight in one format, packed; its exact values; and the plain product that is the measure of error."""
+
+    def __init__(self, outputs: int, inputs: int, bits: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(outputs + inputs)
+        self.draw = lambda *shape: torch.randn(shape, generator=generator, device="cuda")
+        self.op = implementation(linear_bf16 if bits == 16 else linear_fp8_block)
+        assert self.op.pack is not None
+        if bits == 16:
+            stored = ((self.draw(outputs, inputs) * inputs**-0.5).bfloat16(),)
+            exact = stored[0].double()
+        else:
+            scales = self.draw(-(-outputs // 128), -(-inputs // 128)).abs() * 0.03 + 0.01
+            stored = (self.draw(outputs, inputs).to(torch.float8_e4m3fn), scales)
+            exact = dequantize_fp8_block(*stored).double()
+        self.exact, self.plain = exact, exact.bfloat16()
+        packed = self.op.pack(*stored)
+        self.weight = packed if isinstance(packed, tuple) else (packed,)
+        self.outputs, self.inputs = outputs, inputs
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.op.run(x, *self.weight, residual)
+
+    def rows(self, count: int) -> tuple[Tensor, Tensor]:
+        """x between rows of NaN, as a padded buffer holds it, and a residual."""
+        padded = torch.full((count + 9, self.inputs), float("nan"), device="cuda", dtype=torch.bfloat16)
+        padded[1 : count + 1] = self.draw(count, self.inputs).bfloat16()
+        return padded[1 : count + 1], self.draw(count, self.outputs).bfloat16()
+
+    def check(self, x: Tensor, residual: Tensor | None) -> None:
+        """Error against float64 at most twice that of the plain bfloat16 product."""
+        added = 0.0 if residual is None else residual
+        exact = x.double() @ self.exact.t() + added
+        plain = functional.linear(x, self.plain) + added
+        error, allowed = (float((y.double() - exact).norm() / exact.norm()) for y in (self(x, residual), plain))
+        assert error <= 2 * allowed, f"error {error:.2e}, plain bfloat16 has {allowed:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_error_and_bits_of_every_shape(shape: tuple[int, int, int], uninitialised_is_nan: None) -> None:
+    """Error at 1, 6, 8 and 16 rows (where the tiling takes so many); a row's bits are the same alone and at every place;
+    repeated calls agree."""
+    product, most = Product(*shape), sm90_tiling.RECORDED[shape].most_rows
+    x, residual = product.rows(most)
+    alone = torch.cat([product(x[row : row + 1], residual[row : row + 1]) for row in range(most)])
+    for count in sorted({1, 6, 8, most}):
+        some, added = x[:count], residual[:count]
+        product.check(some, added)
+        product.check(some, None)
+        assert torch.equal(product(some, added), alone[:count])
+        assert torch.equal(product(some, added), product(some, added))
+    order = torch.arange(most - 1, -1, -1, device="cuda")
+    assert torch.equal(product(x[order], residual[order]), alone[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_launches_that_overlap_wait_for_one_another() -> None:
+    """A chain in a graph, where every product reads what the one before wrote, gives the bits of the same calls with a
+    synchronisation after each."""
+    products = [Product(2048, 2048, 16), Product(6144, 2048, 16), Product(512, 6144, 16), Product(2048, 512, 16)]
+
+    def chain(pause) -> Tensor:
+        x = start
+        for _ in range(10):
+            for product in products:
+                x = product(x)
+                pause()
+        return x
+
+    start = products[0].draw(6, 2048).bfloat16()
+    expected = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(lambda: None)
+    for _ in range(20):
+        found.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(2048, 2048, 16), (16384, 2048, 8), (576, 320, 16), (576, 320, 8)], ids=str)
+def test_everything_else_is_handed_on(shape: tuple[int, int, int]) -> None:
+    """More than 16 rows, float32 rows, rows in odd places, weights that no tiling is recorded for, no rows."""
+    product = Product(*shape)
+    product.check(*product.rows(17))
+    product.check(*product.rows(6))
+    x, residual = product.rows(6)
+    assert torch.equal(product(x.repeat(1, 2)[:, : x.shape[1]], residual), product(x, residual))
+    shifted = torch.empty(6, product.inputs + 1, device="cuda", dtype=torch.bfloat16)[:, 1:]
+    shifted.copy_(x)
+    assert torch.equal(product(shifted, residual), product(x, residual))
+    exact = product(x.float())
+    assert exact.dtype is torch.float32
+    assert torch.allclose(exact.double(), x.double() @ product.exact.t(), rtol=1e-4, atol=1e-2)
+    assert product(x[:0]).shape == (0, product.outputs)

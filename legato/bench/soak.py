@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import random
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 import torch
 
 from legato.bench.record import Setting, append
+from legato.bench.resident import Growth, resident_mib
 from legato.config import CacheConfig, Config, ExecutionConfig, ScheduleConfig
 from legato.engine.loop import Engine
 from legato.engine.start import Started, open_checkpoint, start
@@ -203,12 +203,6 @@ def _kind(request: Request) -> str:
     return params.constraint.kind if params.constraint is not None else "plain"
 
 
-def resident_mib() -> float:
-    """Memory of this process that is in use, in MiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def build(model: str | None, device: str, seed: int) -> Soak:
     """An engine with little room, and the load for it."""
     config = Config(
@@ -235,7 +229,7 @@ class Watch:
     out: Path | None
     device: torch.device
     started: float = field(default_factory=time.monotonic)
-    memory: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])
+    memory: Growth = field(default_factory=Growth)
 
     @property
     def elapsed(self) -> float:
@@ -244,7 +238,7 @@ class Watch:
     def report(self, **more: Any) -> None:
         """Says where things stand."""
         gauges, stats, ledger = self.soak.engine.gauges, self.soak.engine.stats, self.soak.ledger
-        self.memory.append((self.elapsed, resident_mib()))
+        self.memory.note(self.elapsed, resident_mib())
         line = {
             "bench": "soak",
             "name": "engine",
@@ -269,25 +263,18 @@ class Watch:
             "used_pages": gauges.used_pages,
             "cached_pages": gauges.cached_pages,
             "host_pages": stats.host_pages,
-            "resident_mib": round(self.memory[-1][1], 1),
+            "resident_mib": round(self.memory.last_mib, 1),
             "correct": not ledger.wrong and not stats.diverged,
             **more,
         }
         print(
             f"{self.elapsed / 60:5.1f} min: {sum(ledger.ends.values())} ended {dict(ledger.ends)}, {ledger.tokens} tokens, "
             f"{stats.preemptions} preempted, {stats.host_hit_tokens} tokens from the host, pages {gauges.used_pages} used "
-            f"{gauges.cached_pages} cached {stats.host_pages} on the host, {self.memory[-1][1]:.0f} MiB",
+            f"{gauges.cached_pages} cached {stats.host_pages} on the host, {self.memory.last_mib:.0f} MiB",
             flush=True,
         )
         if self.out is not None:
             append(self.out, [line], Setting.here(self.device))
-
-    def growth_mib(self) -> float:
-        """Most memory in the last fifth of the time, less the most in the first fifth."""
-        end = self.elapsed
-        first = [mib for seconds, mib in self.memory if seconds <= end / 5]
-        last = [mib for seconds, mib in self.memory if seconds >= end * 4 / 5]
-        return max(last) - max(first) if first and last else 0.0
 
 
 def run(soak: Soak, watch: Watch, interval: float) -> list[str]:
@@ -298,7 +285,7 @@ def run(soak: Soak, watch: Watch, interval: float) -> list[str]:
         if watch.elapsed >= due:
             watch.report()
             due = watch.elapsed + interval
-    growth = watch.growth_mib()
+    growth = watch.memory.mib(watch.elapsed)
     turns = 0
     while soak.engine.has_work and turns < 100_000:
         soak.turn(arrivals=False)

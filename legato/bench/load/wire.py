@@ -76,11 +76,10 @@ class Wire:
                 try:
                     status = await connection.send(method, path, body, headers)
                     break
-                except (WireError, OSError):
+                except BaseException as error:
                     connection.close()
-                    if (
-                        not reused
-                    ):  # a kept connection may have been closed by the server meanwhile: ask again on another
+                    # A kept connection may have been closed by the server meanwhile: ask again on another.
+                    if not (reused and isinstance(error, (WireError, OSError))):
                         raise
         return status, self._body(connection, deadline)
 

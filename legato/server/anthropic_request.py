@@ -165,7 +165,14 @@ class PromptRequest(RequestModel):
         return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
 
     def conversation(self) -> list[dict[str, Any]]:
-        """All messages, the system prompt first. Raises `ParameterError` where the answer has already begun."""
+        """All messages, the system prompt first.
+
+        Raises:
+            ParameterError: a message has no content, or the answer has already begun.
+        """
+        for number, message in enumerate(self.messages):
+            if not isinstance(message.get("content"), str | list):
+                raise ParameterError(f"messages[{number}].content", "is required: a string or a list of blocks")
         if self.messages[-1].get("role") == "assistant":
             raise ParameterError(
                 f"messages[{len(self.messages) - 1}].role",

@@ -215,6 +215,7 @@ def test_tool_choices(server: Messages, choice: Any, tool_choice: str, parallel:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [*HI, {"role": "assistant", "content": "The"}]}, "messages[1].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": "hi"}], "system": "s"}, "messages[0].role"),

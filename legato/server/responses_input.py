@@ -26,22 +26,26 @@ CARRIED = "legato1."
 """What `encrypted_content` of this server starts with. Nothing is secret in it: it is the reasoning, for clients that send back
 nothing else."""
 
+MAX_ITEMS = 20_000
+"""Most items of a request: each is checked between everyone else's tokens. Real conversations of a million tokens have fewer."""
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 def _typed(types: Mapping[str, str], default: str | None = None) -> tuple[Discriminator, BeforeValidator]:
     """Chooses a model by the field `type`: its values, and the tags of the models. A type that is none of them is told."""
 
+    default_tag = types[default] if default is not None else next(iter(types.values()))
+
     def tag(value: Any) -> str:
-        kind = cast(Mapping[str, Any], value).get("type") if isinstance(value, Mapping) else None
-        return types.get(str(kind or default), next(iter(types.values())))
+        kind: Any = cast(dict[str, Any], value).get("type") if isinstance(value, dict) else None
+        return types.get(kind, default_tag) if isinstance(kind, str) else default_tag
 
     def check(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            kind = cast(Mapping[str, Any], value).get("type") or default
+        if isinstance(value, dict):
+            kind: Any = cast(dict[str, Any], value).get("type") or default
             if not isinstance(kind, str) or kind not in types:
-                known = ", ".join(types)
-                shown = repr(kind)[:SHOWN]
+                known, shown = ", ".join(types), repr(kind)[:SHOWN]
                 raise PydanticCustomError(
                     "item_type", "the type must be one of {known}, got {shown}", {"known": known, "shown": shown}
                 )
@@ -149,6 +153,18 @@ InputItem = Annotated[
     | Annotated[ReasoningInput, Tag("Reasoning")],
     *_typed(_ITEMS, default="message"),
 ]
+
+
+def _few(value: Any) -> Any:
+    """Refuses long lists before their items are looked at."""
+    if isinstance(value, list) and len(cast(list[Any], value)) > MAX_ITEMS:
+        raise PydanticCustomError(
+            "too_many", "must have at most {most} items, got {number}", {"most": MAX_ITEMS, "number": len(value)}
+        )
+    return cast(Any, value)
+
+
+InputItems = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS), BeforeValidator(_few)]
 
 
 def carried(reasoning: str) -> str:

@@ -19,7 +19,7 @@ from legato.server.chat import ChatError, ChatPrompt, ChatTemplate
 from legato.server.chat_request import texts_in
 from legato.server.constraint import constrained
 from legato.server.generation import Job
-from legato.server.responses_input import Conversation, InputItem
+from legato.server.responses_input import Conversation, InputItems
 from legato.server.sampling_fields import (
     NotSupported,
     ResponseGrammar,
@@ -98,7 +98,7 @@ class ResponseStreamOptions(RequestModel):
 class ResponsesRequest(SharedFields):
     """What to respond to. Nothing is stored: `input` is the whole conversation."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | InputItems
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(
         None, ge=1, le=2**31 - 1, description="Reasoning included; left out: what the context has room for."

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
@@ -58,9 +59,10 @@ class RequestModel(BaseModel):
     @classmethod
     def _known_fields_only(cls, value: Any, info: ValidationInfo) -> Any:
         """Names the nearest known field; pydantic's own message would not. What it refuses first is what is told."""
-        if isinstance(value, Mapping):
-            for name in cast(Mapping[str, Any], value):
-                if name not in known_fields(cls):
+        if isinstance(value, dict):
+            known = known_fields(cls)
+            for name in cast(dict[str, Any], value):
+                if name not in known:
                     raise PydanticCustomError(
                         "unknown_field", "{message}", {"message": unknown(name, cls), "field": name}
                     )
@@ -91,9 +93,10 @@ def unknown(name: str, model: type[BaseModel]) -> str:
     return f"{shown} is not supported" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def known_fields(model: type[BaseModel]) -> list[str]:
+@cache
+def known_fields(model: type[BaseModel]) -> tuple[str, ...]:
     """The names under which a request gives the fields of `model`."""
-    return [info.alias or name for name, info in model.model_fields.items()]
+    return tuple(info.alias or name for name, info in model.model_fields.items())
 
 
 @dataclass(frozen=True, slots=True)

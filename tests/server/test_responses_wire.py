@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,17 @@ def test_faults_before_the_answer_have_a_status_and_later_ones_an_event(server: 
     assert error_of(server.ask(), 503)
 
 
+def test_a_client_that_goes_away_ends_its_request(server: Responses) -> None:
+    server.engine.step_s = 0.02
+    server.said = "<think>" + "on and on " * 200
+    with server.http.stream("POST", "/v1/responses", json={"input": "hi", "stream": True}) as reply:
+        next(reply.iter_lines())
+    deadline = time.monotonic() + 20
+    while not server.engine.left and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.engine.left and not server.engine.open
+
+
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [
@@ -340,6 +352,7 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     [
         ({"input": []}, "input", "at least 1 item"),
         ({"input": 3}, "input", "must be a"),
+        ({"input": [0] * 20_001}, "input", "at most 20000 items, got 20001"),
         ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role", "'robot'"),
         ({"input": [MESSAGE, {"role": "user", "content": [{"type": "input_image"}]}]}, "input[1].content[0]", "input_image"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text", "string"),

@@ -29,6 +29,8 @@ nothing else."""
 MAX_ITEMS = 20_000
 """Most items of a request: each is checked between everyone else's tokens. Real conversations of a million tokens have fewer."""
 
+STORED = ": nothing is stored here; send the item itself (clients do with store: false)"
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -46,8 +48,11 @@ def _typed(types: Mapping[str, str], default: str | None = None) -> tuple[Discri
             kind: Any = cast(dict[str, Any], value).get("type") or default
             if not isinstance(kind, str) or kind not in types:
                 known, shown = ", ".join(types), repr(kind)[:SHOWN]
+                hint = STORED if kind == "item_reference" else ""
                 raise PydanticCustomError(
-                    "item_type", "the type must be one of {known}, got {shown}", {"known": known, "shown": shown}
+                    "item_type",
+                    "the type must be one of {known}, got {shown}{hint}",
+                    {"known": known, "shown": shown, "hint": hint},
                 )
         return cast(Any, value)
 

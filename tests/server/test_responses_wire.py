@@ -358,7 +358,7 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text", "string"),
         ({"input": [{"role": "user", "contents": "hi"}]}, "input[0].contents", "did you mean content"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "web_search_call"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send the item itself"),
         ({"input": [MESSAGE, {"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[1].call_id", "'c'"),
         ({"input": [MESSAGE, {**MADE, "arguments": "{"}]}, "input[1].arguments", "JSON"),
         ({"input": [MESSAGE, {**MADE, "arguments": "[]"}]}, "input[1].arguments", "object"),

@@ -7,6 +7,7 @@ Owns the format of `records/*/*.jsonl`: one JSON object per line. Knows no bench
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -67,7 +68,17 @@ def append(path: Path, figures: Iterable[Mapping[str, Any]], setting: Setting) -
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for figure in figures:
-            file.write(json.dumps({**figure, **asdict(setting)}) + "\n")
+            line = without_nan({**figure, **asdict(setting)})
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """The same value with `None` for every NaN: JSON has none."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in cast("list[Any]", value)]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _answer(*command: str) -> str | None:

@@ -17,9 +17,8 @@ from rich.table import Table
 from legato.bench import isl, lines, pareto, timeline
 from legato.bench.load.endpoint import Endpoint
 from legato.bench.load.run import Load
-from legato.bench.load.statistics import cast_nan
 from legato.bench.memory import read_bytes_per_s
-from legato.bench.record import MEASURED_BANDWIDTH, Setting, append
+from legato.bench.record import MEASURED_BANDWIDTH, Setting, append, without_nan
 from legato.bench.roofline import Traffic, traffic
 from legato.config import Config, ConfigError
 from legato.engine.start import open_checkpoint
@@ -114,7 +113,7 @@ def _pareto_line(point: pareto.Point, roofline: tuple[Traffic, float] | None) ->
         "correct": None,
         "summary": result.summary.fields(),
     }
-    return cast_nan(line)
+    return without_nan(line)
 
 
 def bench_isl(config: Config, lengths: Sequence[int], output_tokens: int, path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Every route against its own OpenAPI document, with what schemathesis makes of it: no server error, no reply outside its schema."""
+"""Every route against its own OpenAPI document, as schemathesis reads it: no server error, no reply outside its schema."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from legato.bench.load.endpoint import Reply
+from legato.bench.record import without_nan
 from legato.config import ConfigError
 
 
@@ -177,16 +178,7 @@ class Summary:
 
     def fields(self) -> dict[str, Any]:
         """As JSON; NaN becomes null."""
-        return cast_nan(asdict(self))
-
-
-def cast_nan(value: Any) -> Any:
-    """The same value with `None` for every NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: cast_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [cast_nan(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return without_nan(asdict(self))
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:

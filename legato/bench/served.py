@@ -55,9 +55,9 @@ class Served:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used so far. Raises OSError where there is no such process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor time that the threads of a process have used so far. Raises OSError where there is no such process."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ from legato.config import Config
 from legato.engine.messages import EngineInfo, Loading
 from legato.server.access_log import AccessLog
 from legato.server.app import create_app
-from legato.server.client import EngineClient, EngineFailed
+from legato.server.client import ENGINE, EngineClient, EngineFailed
 from legato.server.doorway import Application, Doorway
 from legato.server.listening import address_of
 from legato.server.meter import Timeline
@@ -74,10 +74,13 @@ async def serve(
     *,
     access_log: bool,
     tracing: Tracing | None = None,
+    engine: str = ENGINE,
     on_progress: Callable[[Loading], None],
     on_ready: Callable[[Ready], None],
 ) -> None:
     """Loads, serves until SIGTERM or SIGINT, lets running requests finish, and ends. A second signal ends at once.
+
+    `engine` names what its process builds, as `server.client` takes it.
 
     Raises:
         EngineFailed: the engine could not start, or failed while it served.
@@ -107,7 +110,7 @@ async def serve(
 
     with _signals() as stop:
         async with _running(http, sock):
-            client = await _unless(stop.first, EngineClient.start(config, on_progress=loading))
+            client = await _unless(stop.first, EngineClient.start(config, on_progress=loading, engine=engine))
             if client is None:
                 return
             try:

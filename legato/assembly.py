@@ -50,6 +50,7 @@ def assemble(config: Config, progress: OnProgress) -> Served:
         load_seconds=0.0,
         latent=settings.latent,
         index=settings.index,
+        score_bytes=settings.score_bytes,
     )
     return Served(started.engine, info, TraceProfiler())
 

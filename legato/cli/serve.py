@@ -116,7 +116,7 @@ def announce(what: Ready) -> None:
     drafts = f"{info.num_drafts} drafts" if info.num_drafts else "no drafts"
     print(
         f"legato is ready after {what.seconds:.1f} s: {what.name} on {info.device}, context {info.context}, "
-        f"cache {info.cache_tokens} tokens ({info.latent}), {drafts}, {what.url}",
+        f"cache {info.cache_tokens} tokens ({info.latent}), index scores in {info.score_bytes >> 20} MiB, {drafts}, {what.url}",
         flush=True,
     )
 

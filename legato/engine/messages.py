@@ -84,6 +84,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         vocab_size: ids are below it.
         load_seconds: from the start of the process until it was ready.
         latent, index: formats of the two caches.
+        score_bytes: most memory of one tensor of index scores.
     """
 
     model: str
@@ -97,6 +98,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     latent: str
     index: str
+    score_bytes: int = 0
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):

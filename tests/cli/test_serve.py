@@ -116,8 +116,8 @@ def test_the_port_answers_while_the_model_loads(served: Served) -> None:
 def test_the_ready_line_says_what_is_served(served: Served) -> None:
     line = served.out.read_text()
     assert re.fullmatch(
-        r"legato is ready after [\d.]+ s: legato-small on cpu, context 8192, cache 65536 tokens \(float32\), 5 drafts, "
-        r"http://127\.0\.0\.1:\d+\n",
+        r"legato is ready after [\d.]+ s: legato-small on cpu, context 8192, cache 65536 tokens \(float32\), "
+        r"index scores in 64 MiB, 5 drafts, http://127\.0\.0\.1:\d+\n",
         line,
     ), line
 

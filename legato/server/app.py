@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from legato.server import admin, anthropic, native, openai_chat, openai_completions, openai_models, page, responses
 from legato.server.chat import ChatError
@@ -71,7 +72,8 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
 
     for kind in (*EXPECTED, RequestValidationError):
         app.add_exception_handler(kind, tell)
-    app.add_exception_handler(ClientGone, gone)
+    for kind in (ClientGone, ClientDisconnect):
+        app.add_exception_handler(kind, gone)
 
 
 def _document(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:

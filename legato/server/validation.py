@@ -245,6 +245,9 @@ class JsonRoute(APIRoute):
                     raise HTTPException(
                         415, f"the body must be application/json, got {kind[:SHOWN] or 'no content type'}"
                     )
-            return await original(JsonRequest(request.scope, request.receive))
+            strict = JsonRequest(request.scope, request.receive)
+            if takes_body:
+                await strict.body()  # FastAPI would make a bad request of a client that leaves before its end
+            return await original(strict)
 
         return handle

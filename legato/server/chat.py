@@ -87,7 +87,7 @@ class ChatTemplate:
         return cls(declared, tokenizer, f"{files.label}/{CONFIG_FILE}")
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, /, **arguments: Any
     ) -> ChatPrompt:
         """Renders a conversation up to the point where the assistant speaks.
 
@@ -172,7 +172,9 @@ class ChatTemplate:
                 hint = f"; did you mean {' or '.join(near)}?" if near else f"; it reads {known}"
                 raise ChatError(f"{name}: the chat template reads no such argument{hint}")
             if name in SWITCHES and not isinstance(value, bool):
-                raise ChatError(f"{name}: must be true or false, got {value!r}")
+                raise ChatError(f"{name}: must be true or false, got {value!r:.80}")
+            if name == "reasoning_effort" and not isinstance(value, str):
+                raise ChatError(f"{name}: must be a string, got {value!r:.80}")
 
     def _guarded(self, value: Any) -> Any:
         """The same value with every string in it, keys included, guarded against becoming control tokens."""

@@ -62,7 +62,7 @@ def fault_event(error: ApiError, path: str) -> bytes:
         return named_event("error", json_bytes(anthropic_reply_of(error)))
     body = reply_of(error)
     if path.startswith("/v1/responses"):
-        return named_event("error", json_bytes({"type": "error", **body["error"]}))
+        return named_event("error", json_bytes({**body["error"], "type": "error", "sequence_number": 0}))
     return event(json_bytes(body)) + DONE
 
 

@@ -355,3 +355,14 @@ def test_which_template_wins(
             ChatTemplate.open(Folder(tmp_path), tokenizer)
     else:
         assert ChatTemplate.open(Folder(tmp_path), tokenizer).render([USER]).text == expected
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "self", "add_generation_prompt"])
+def test_arguments_named_like_our_own_are_refused(template: ChatTemplate, name: str) -> None:
+    with pytest.raises(ChatError, match=f"^{name}: the chat template reads no such argument"):
+        template.render([{"role": "user", "content": "hi"}], None, **{name: []})
+
+
+def test_an_effort_that_is_no_word_is_refused(template: ChatTemplate) -> None:
+    with pytest.raises(ChatError, match="reasoning_effort: must be a string"):
+        template.render([{"role": "user", "content": "hi"}], reasoning_effort=["high"])

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from legato.server.client import EngineFailed, RequestRefused
+from legato.server.errors import ApiError
 from legato.server.responses_request import ResponsesRequest
 from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
+from legato.server.sse import fault_event
 from legato.server.validation import known_fields
 from tests.server.test_api_wire import Server, error_of
 
@@ -424,3 +426,10 @@ def test_the_page_of_the_api_names_every_field(server: Responses) -> None:
     assert not [name for name in known_fields(ResponsesRequest) if f"`{name}`" not in page]
     assert "/v1/responses`" in page and "/v1/responses" in server.http.get("/openapi.json").json()["paths"]
     assert error_of(server.http.get("/v1/responses/resp_1"), 404)
+
+
+def test_a_fault_before_the_first_event_is_an_error_event() -> None:
+    """Once a stream has sent its headers a fault can have no status; the type is the event's, not the error's."""
+    (name, data, *_) = fault_event(ApiError(503, "gone"), "/v1/responses").split(b"\n")
+    said = json.loads(data.removeprefix(b"data: "))
+    assert name == b"event: error" and said["type"] == "error" and said["message"] == "gone"

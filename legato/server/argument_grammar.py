@@ -90,6 +90,24 @@ def json_rule(schema: Schema, root: Schema | None = None) -> str:
         raise SchemaError("it is nested too deeply") from error
 
 
+def regex_literal(pattern: str) -> str:
+    """A regular expression between slashes, as Lark notation writes it: the literal means what the expression means.
+
+    Raises:
+        SchemaError: the expression ends in a backslash that escapes nothing, and would escape the closing slash.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        piece = match[0]
+        if piece == "\\":
+            raise SchemaError("a regular expression cannot end in a single backslash")
+        return {"/": r"\/", "\\\n": r"\n"}.get(piece, piece)
+
+    # A backslash goes with the character behind it, whatever that is.
+    body = re.sub(r"\\.|\\|/", written, pattern, flags=re.DOTALL)
+    return f"/{body or '(?:)'}/"
+
+
 class _Translation:
     """One argument's schema on its way into a rule."""
 
@@ -143,7 +161,7 @@ class _Translation:
         if least is not None or most is not None:
             parts.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
         if pattern is not None:
-            parts.append(f"/{_whole(pattern)}/")
+            parts.append(regex_literal(_whole(pattern)))
         if not parts:
             return ANY_VALUE
         name = f"{self._prefix.upper()}_{len(self._terminals)}"
@@ -162,9 +180,8 @@ def _merged(schema: Schema) -> Schema:
 
 
 def _whole(pattern: str) -> str:
-    """A JSON schema pattern, which may match anywhere, as one that the whole text must match; ready to stand between slashes."""
-    whole = "|".join(map(_anchored, _branches(pattern)))
-    return re.sub(r"(?<!\\)/", r"\\/", whole).replace("\n", "\\n")
+    """A JSON schema pattern, which may match anywhere, as one that the whole text must match."""
+    return "|".join(map(_anchored, _branches(pattern)))
 
 
 def _branches(pattern: str) -> list[str]:

@@ -21,6 +21,7 @@ from legato.server.argument_grammar import (
     SchemaError,
     arguments_grammar,
     json_rule,
+    regex_literal,
 )
 from legato.server.text import Tokenizer
 from legato.server.tool_call import CALL, CALL_TAGS, END_CALL
@@ -179,8 +180,11 @@ def _joined(tools: Tools, calls: _Calls, wanted: Grammar | None, tokenizer: Toke
         if wanted.kind == "json_schema":
             start = f"{calls.alternative} | {json_rule(json.loads(wanted.text))}"
         else:
-            escaped = wanted.text.replace("/", "\\/").replace("\n", "\\n")
-            start, terminals = f"{calls.alternative} | ANSWER", (*TERMINALS, f"ANSWER: /{escaped}/")
+            try:
+                answer = regex_literal(wanted.text)
+            except SchemaError as error:
+                raise ParameterError(wanted.kind, str(error)) from error
+            start, terminals = f"{calls.alternative} | ANSWER", (*TERMINALS, f"ANSWER: {answer}")
     return Grammar("grammar", "\n".join((f"start: {start}", *calls.rules, *terminals)))
 
 

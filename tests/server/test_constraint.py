@@ -262,6 +262,9 @@ def test_schemas_that_cannot_be_enforced_are_refused_by_name(parameters: Any, fi
         ("^a|b$", ["ax", "xb"], ["xx"]),
         ("^(a|b)$", ["a", "b"], ["ab"]),
         ("a/b", ["xa/bx"], ["ab"]),
+        (r"^a\/b$", ["a/b"], ["a\\/b"]),
+        (r"^a\\/b$", ["a\\/b"], ["a/b"]),
+        ("^a\\\nb$", ["a\nb"], ["ab", "a\\\nb"]),
         (r"^\d\$$", ["5$"], ["5"]),
         (r"^x\|[|y)]$|^(a|b)c$", ["x||", "x|)", "bc"], ["x|", "a"]),
     ],
@@ -275,6 +278,38 @@ def test_patterns_of_text_arguments(
     for text in (*right, *wrong):
         call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
         assert fits(grammars, shipped, grammar, call) == (text in right), text
+
+
+@pytest.mark.parametrize(
+    ("regex", "right", "wrong"),
+    [
+        (r"\d{2}\/\d{2}", ["12/34"], ["12\\/34", "1234"]),
+        (r"\d{2}/\d{2}", ["12/34"], ["12\\/34"]),
+        (r"\w\\/\w", ["a\\/b"], ["a/b"]),
+        (r"\w\\\/\w", ["a\\/b"], ["a/b"]),
+        (r"x[/]y[^/\\]z[\\/]", ["x/y-z/", "x/y-z\\"], ["x/y/z/"]),
+        ("a\nb", ["a\nb"], ["ab"]),
+        ("a\\\nb", ["a\nb"], ["ab", "a\\\nb"]),
+        (r"a\nb", ["a\nb"], ["ab"]),
+        (r"a\\\\nb", ["a\\\\nb"], ["a\nb"]),
+        ("a[\n/]b", ["a\nb", "a/b"], ["ab"]),
+        ("//", ["//"], ["/"]),
+        ("", [""], ["a"]),
+    ],
+)
+def test_a_regex_means_the_same_beside_tools(
+    regex: str, right: list[str], wrong: list[str], grammars: Grammars, shipped: Tokenizer
+) -> None:
+    for tools in (None, tools_of()):
+        grammar = grammar_of(shipped, tools, {"type": "regex", "regex": regex})
+        for text in (*right, *wrong):
+            assert fits(grammars, shipped, grammar, text) == (text in right), (tools, text)
+    assert fits(grammars, shipped, grammar, CALL)
+
+
+def test_a_regex_beside_tools_cannot_end_in_a_lone_backslash(shipped: Tokenizer) -> None:
+    with pytest.raises(ParameterError, match="regex: a regular expression cannot end in a single backslash"):
+        grammar_of(shipped, tools_of(), {"type": "regex", "regex": "a\\"})
 
 
 def test_names_and_keys_of_any_spelling(grammars: Grammars, shipped: Tokenizer) -> None:
@@ -335,6 +370,14 @@ def test_a_required_call_is_made(llms: list[LLM]) -> None:
     given = json.loads(call.arguments)
     assert call.name == "weather" and call.is_complete
     assert 2 <= len(given["city"]) <= 8 and 1 <= given["days"] <= 14 and isinstance(given["place"]["x"], int)
+
+
+def test_a_regex_with_slashes_is_generated_beside_tools(llms: list[LLM]) -> None:
+    wanted = {"type": "regex", "regex": r"\d{2}\/\d{2}[/\\]"}
+    bias = {llms[0].tokenizer.control["<tool_call>"]: -100.0}
+    params = SamplingParams(seed=3, max_tokens=12, logit_bias=bias)
+    message = answered(llms, params, tools_of(), wanted, enable_thinking=False)
+    assert re.fullmatch(wanted["regex"], message.content) and not message.calls
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}], ids=["thinking", "no thinking"])

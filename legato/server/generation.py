@@ -234,8 +234,8 @@ class Generation:
         )
 
     def prompt_logprobs(self, index: int = 0) -> list[TokenLogprob | None]:
-        """Of the tokens of a job's prompt, where they were asked for; `None` for the first. Complete with the first new token.
-        `index`: of the job's first choice."""
+        """Of the tokens of a job's prompt, where they were asked for; `None` for the first. Complete as soon as a step of any
+        choice of the job brings tokens or its end. `index`: of the job's first choice."""
         return self._choices[index].prompt_logprobs
 
     def cached_tokens(self, index: int = 0) -> int:
@@ -266,19 +266,23 @@ class Generation:
         return self._steps
 
     async def _merged(self) -> AsyncGenerator[ChoiceStep]:
-        """The steps of all choices as they come. The first fault of one ends all."""
+        """The steps of all choices as they come, but none before the prompt of its job is scored. The first fault ends all."""
         arrived: asyncio.Queue[ChoiceStep | BaseException | None] = asyncio.Queue()
 
-        async def pump(choice: _Choice) -> None:
+        async def pump(choice: _Choice, scored: asyncio.Event) -> None:
             try:
                 async with aclosing(choice.run()) as steps:
                     async for step in steps:
+                        if choice.request.params.prompt_logprobs is None:
+                            await scored.wait()
                         arrived.put_nowait(step)
+                        if step.token_ids or step.finish_reason is not None:
+                            scored.set()
                 arrived.put_nowait(None)
             except Exception as error:
                 arrived.put_nowait(error)
 
-        pumps = [asyncio.create_task(pump(choice)) for choice in self._choices]
+        pumps = [asyncio.create_task(pump(*each)) for each in zip(self._choices, self._scored(), strict=True)]
         try:
             running = len(pumps)
             while running:
@@ -294,6 +298,15 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
+    def _scored(self) -> Iterable[asyncio.Event]:
+        """Of each choice, whether the prompt of its job is scored. The first choice of a job does that; a later one may find the
+        prompt in the cache and be ahead of it."""
+        for job in self._jobs:
+            scored = asyncio.Event()
+            if job.params.prompt_logprobs is None:
+                scored.set()
+            yield from [scored] * job.params.n
+
 
 class _Choice:
     """One sample of a job: its request to the engine, its reader, and what it has used."""
@@ -302,7 +315,8 @@ class _Choice:
         self.request, self.reader, self._stop = request, job.reader(), job.params.stop
         self.num_tokens = self.cached_tokens = 0
         self._queued_s: float | None = None
-        self.prompt_logprobs: list[TokenLogprob | None] = []
+        is_scored = request.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * len(request.prompt) if is_scored else []
         self._engine, self._metrics, self._index = engine, metrics, index
         self._started = time.monotonic()
         self._first = self._last = self._started
@@ -382,8 +396,6 @@ class _Choice:
     def _take_prompt(self, gained: Progress) -> None:
         """By position: a prompt that runs again after a preemption brings the same values again."""
         assert gained.prompt_logprobs is not None
-        if not self.prompt_logprobs:
-            self.prompt_logprobs = [None] * len(self.request.prompt)
         start, some = gained.prompt_logprobs.start, gained.prompt_logprobs.logprobs
         self.prompt_logprobs[start : start + len(some)] = some
 

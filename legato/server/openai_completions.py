@@ -264,6 +264,8 @@ class _Chunks:
         waiting = self._waiting.get(step.index)
         if waiting is None:
             waiting = self._waiting[step.index] = _Waiting(CompletionArrays(self._tokenizer, made.num_top or 0))
+        if not step.token_ids and step.finish_reason is None:
+            return b""  # a chunk of the prompt, whose log-probabilities are complete with the first new token
         if not waiting.has_begun:
             self._begin(step.index, waiting, generation)
         if made.keeps_tokens:

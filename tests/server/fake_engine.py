@@ -20,6 +20,8 @@ class FakeEngine:
         open: ids of those that run.
         left: ids of those that were left before their end, or aborted.
         fault: raised instead of the first step, or before step `fault_at`.
+        prefill_chunk: tokens of a prompt whose log-probabilities come in one step; those of the last chunk come with the first
+            step of the script, earlier ones in steps without tokens.
     """
 
     def __init__(self, script: Script, *, step_s: float = 0.0, context: int = 512, vocab_size: int = 8192) -> None:
@@ -36,6 +38,7 @@ class FakeEngine:
         self.left: list[str] = []
         self.fault: Exception | None = None
         self.fault_at = 0
+        self.prefill_chunk = 10**9
         self.flushed = 0
         self._aborts: set[str] = set()
 
@@ -49,6 +52,9 @@ class FakeEngine:
         self.open.add(request.id)
         is_over = False
         try:
+            for early in self._prompt_chunks(request)[:-1]:
+                await asyncio.sleep(self.step_s)
+                yield Progress(request.id, (), None, prompt_logprobs=early)
             emitted, limit = 0, request.params.max_tokens or 10**9
             for number, step in enumerate(self.script(request)):
                 await asyncio.sleep(self.step_s)
@@ -78,15 +84,25 @@ class FakeEngine:
     ) -> Progress:
         top = request.params.logprobs
         logprobs = None if top is None else tuple(entry(token, top) for token in tokens)
-        prompt = None
-        if request.params.prompt_logprobs is not None and number == 0:
-            prompt = PromptLogprobs(
-                1, tuple(entry(token, request.params.prompt_logprobs) for token in request.prompt[1:])
-            )
+        chunks = self._prompt_chunks(request)
+        prompt = chunks[-1] if chunks and number == 0 else None
         drafted = 5 if number else 0
         return Progress(
             request.id, tokens, reason, max(0, len(tokens) - 1) if number else 0, drafted, 0, logprobs, prompt
         )
+
+    def _prompt_chunks(self, request: GenerationRequest) -> list[PromptLogprobs]:
+        """As the engine sends them: one token has none, and nothing is sent."""
+        top, prompt = request.params.prompt_logprobs, request.prompt
+        if top is None:
+            return []
+        starts = range(0, len(prompt), self.prefill_chunk)
+        ranges = [(max(1, start), min(start + self.prefill_chunk, len(prompt))) for start in starts]
+        return [
+            PromptLogprobs(first, tuple(entry(token, top) for token in prompt[first:end]))
+            for first, end in ranges
+            if first < end
+        ]
 
     async def abort(self, id: str | None = None) -> None:
         self._aborts |= self.open if id is None else {id}

@@ -1,0 +1,84 @@
+"""Text completions and /generate over a real socket, with a scripted engine: a stream says what the whole reply says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from legato.server.service import ModelText
+from legato.server.settings import ServerSettings
+from tests.server.test_api_wire import Server
+
+PROMPT = list(range(10, 20))
+
+
+@pytest.fixture(scope="module")
+def shared(small_text: ModelText) -> Iterator[Server]:
+    server = Server(small_text, ServerSettings())
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    shared.reset()
+    return shared
+
+
+def both(server: Server, **fields: Any) -> tuple[list[Any], list[list[Any]]]:
+    """The choices of the whole reply, and of each the parts that a stream brings."""
+    reply = server.http.post("/v1/completions", json=fields)
+    assert reply.status_code == 200, reply.text
+    chunks = server.chunks("/v1/completions", **fields)
+    choices = reply.json()["choices"]
+    parts = [[part for chunk in chunks for part in chunk["choices"] if part["index"] == n] for n in range(len(choices))]
+    return choices, parts
+
+
+def native_events(server: Server, **body: Any) -> list[Any]:
+    lines = server.http.post("/generate", json={**body, "stream": True}).text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 10, 11])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_the_log_probabilities_of_a_prompt_that_runs_in_chunks(server: Server, chunk: int, max_tokens: int) -> None:
+    server.engine.prefill_chunk = chunk
+    choices, parts = both(server, prompt=[PROMPT, [7, 8]], n=2, echo=True, logprobs=1, max_tokens=max_tokens)
+    for choice, some in zip(choices, parts, strict=True):
+        prompt = (PROMPT, [7, 8])[choice["index"] // 2]
+        arrays = choice["logprobs"]
+        assert {len(values) for values in arrays.values()} == {len(prompt) + max_tokens}
+        assert arrays["token_logprobs"][: len(prompt)] == [None, *(-token / 1000 for token in prompt[1:])]
+        for name, values in arrays.items():
+            assert [value for part in some for value in part["logprobs"][name]] == values
+        assert "".join(part["text"] for part in some) == choice["text"]
+        assert some[-1]["finish_reason"] == choice["finish_reason"] == "length"
+
+
+def test_a_choice_that_is_ahead_waits_for_the_scores_of_the_prompt(server: Server) -> None:
+    """The second of two choices needs no chunks: it has ended before the first one has its first token."""
+    server.engine.prefill_chunk, server.engine.step_s = 1, 0.01
+    _, parts = both(server, prompt=PROMPT, n=2, echo=True, logprobs=0, max_tokens=1)
+    assert server.engine.seen[-1].params.prompt_logprobs is None
+    scores = [None, *(-token / 1000 for token in PROMPT[1:])]
+    for some in parts:
+        assert [value for part in some for value in part["logprobs"]["token_logprobs"]][:10] == scores
+    body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 2}}
+    for event in native_events(server, **body):
+        assert [value for value, *_ in event["meta_info"]["input_token_logprobs"]] == scores
+
+
+def test_a_prompt_of_one_token_has_one_entry(server: Server) -> None:
+    (choice,), (parts,) = both(server, prompt=[5], echo=True, logprobs=0, max_tokens=2)
+    arrays = choice["logprobs"]
+    assert {len(values) for values in arrays.values()} == {3}
+    assert arrays["token_logprobs"][0] is arrays["top_logprobs"][0] is None and arrays["token_logprobs"][1] is not None
+    for name, values in arrays.items():
+        assert [value for part in parts for value in part["logprobs"][name]] == values
+    body = {"input_ids": [5], "return_logprob": True, "logprob_start_len": 0}
+    assert server.http.post("/generate", json=body).json()["meta_info"]["input_token_logprobs"] == [[None, 5, None]]
+    assert native_events(server, **body)[-1]["meta_info"]["input_token_logprobs"] == [[None, 5, None]]

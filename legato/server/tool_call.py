@@ -1,7 +1,7 @@
 """One tool call while it is being written, in GLM's notation: a name, then keys and values between tags.
 
-Owns what counts as a call and what becomes of one that is not well-formed: nothing is lost, and whatever has been said about a
-call is never taken back. Works on text and tags; knows nothing of tokens. Driven by `server.answer`.
+Owns what counts as a call and what becomes of one that is not well-formed: nothing is lost but a key that is cut, and whatever
+has been said about a call is never taken back. Works on text and tags; knows nothing of tokens. Driven by `server.answer`.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class OpenCall:
         return "done"
 
     def cut(self) -> None:
-        """Ends the call where the tokens ended: its arguments stay unfinished, and so visibly are no JSON."""
+        """Ends the call where the tokens ended: its arguments stay unfinished, and so visibly are no JSON.
+
+        A key whose value had not begun is gone: it belongs to the call, whose arguments cannot hold it."""
         if self._part == "value" and self._held is not None:
             self._on_text(self._held)
-        elif self._part in ("key", "before value"):
-            self._drop_key()
         self.strays = self.strays.strip()
 
     def _after_name(self, tag: str) -> Verdict:

@@ -21,7 +21,7 @@ from legato.server.answer import AnswerMessage, Event, Phase, Step
 from legato.server.client import GenerationRequest, RequestRefused
 from legato.server.meter import RequestMeter
 from legato.server.metrics import Metrics
-from legato.types import FinishReason, SamplingParams, TokenLogprob, samples_of
+from legato.types import FinishReason, ParameterError, SamplingParams, TokenLogprob, samples_of
 
 Ending = Literal["stop", "length", "tool_calls", "abort", "deadline"]
 """Why a choice ended: as the engine says it, or `tool_calls` where it stopped after calling tools."""
@@ -172,6 +172,9 @@ class Generations:
 
         The choices are numbered through: those of the first job, then those of the second. The first job's id is that of all.
 
+        Raises:
+            ParameterError: `id` is that of an open job, which goes on (when entered).
+
         Raises (while iterating):
             RequestRefused: the engine does not take it.
             EngineFailed: the engine failed before it had ended.
@@ -251,6 +254,10 @@ class Generation:
         return self._choices[index].timings
 
     async def __aenter__(self) -> Self:
+        if self.id in self._open:
+            raise ParameterError(
+                "id", f"{self.id!r} is that of another request, which has not ended: give each its own"
+            )
         self._open[self.id] = self
         return self
 

@@ -6,6 +6,7 @@ Owns that form, for benchmarks and tools that speak it. Knows nothing of the eng
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +25,13 @@ from legato.server.plain_text import PlainText
 from legato.server.sampling_fields import LogitBias, SamplingFields, StopIds
 from legato.server.service import Service
 from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
-from legato.server.validation import JsonRoute, OnlyFalse, OnlyTrue, RequestModel
+from legato.server.validation import JsonRoute, OnlyFalse, OnlyTrue, RequestModel, respelled
 from legato.types import MAX_LOGPROBS, ParameterError, TokenLogprob
 
 T = TypeVar("T")
+
+_SPELLING = ((re.compile(r"^id$"), "rid"),)
+"""What the engine's names of fields are called here."""
 
 
 class NativeSampling(RequestModel):
@@ -138,7 +142,8 @@ def router(service: Service) -> APIRouter:
         wanted = await service.beside(lambda: _prepare(service, request), len(await http.body()))
         if request.stream:
             return EventStream(_stream(service, wanted), service.settings.replies.keepalive_s)
-        answers, generation = await unless_disconnected(http, service.generations.complete(*wanted.jobs))
+        with respelled(_SPELLING):
+            answers, generation = await unless_disconnected(http, service.generations.complete(*wanted.jobs))
         replies = [_generated(service, wanted, answer, generation) for answer in answers]
         return Response(json_bytes(replies[0] if wanted.is_single else replies), media_type="application/json")
 
@@ -212,18 +217,19 @@ async def _stream(service: Service, wanted: _Wanted) -> AsyncGenerator[bytes]:
     """Every event holds all of its answer so far."""
     has_begun = False
     try:
-        async with service.generations.open(*wanted.jobs) as generation:
-            answers = [Answered(index) for index in range(generation.num_choices)]
-            async for step in generation:
-                answer = answers[step.index]
-                answer.add(step)
-                if step.events or step.finish_reason is not None:
-                    answer.message = generation.message(step.index)
-                    reply = _generated(service, wanted, answer, generation)
-                    if step.finish_reason is None:
-                        reply["meta_info"]["finish_reason"] = None
-                    has_begun = True
-                    yield event(json_bytes(reply))
+        with respelled(_SPELLING):
+            async with service.generations.open(*wanted.jobs) as generation:
+                answers = [Answered(index) for index in range(generation.num_choices)]
+                async for step in generation:
+                    answer = answers[step.index]
+                    answer.add(step)
+                    if step.events or step.finish_reason is not None:
+                        answer.message = generation.message(step.index)
+                        reply = _generated(service, wanted, answer, generation)
+                        if step.finish_reason is None:
+                            reply["meta_info"]["finish_reason"] = None
+                        has_begun = True
+                        yield event(json_bytes(reply))
     except Exception as error:
         if not has_begun:
             raise

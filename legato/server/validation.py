@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, With
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
+from legato.server.submission import RequestRefused
 from legato.types import ParameterError
 
 SHOWN = 64
@@ -193,10 +194,20 @@ def respelled(spelling: Sequence[tuple[re.Pattern[str], str]]) -> Generator[None
     try:
         yield
     except ParameterError as error:
-        name = error.name
-        for pattern, ours in spelling:
-            name = pattern.sub(ours, name)
+        name = _spelled(error.name, spelling)
         raise ParameterError(name, str(error).removeprefix(f"{error.name}: ")) from error
+    except RequestRefused as refused:
+        name = _spelled(refused.field, spelling)
+        if name == refused.field:
+            raise
+        message = re.sub(rf"\b{re.escape(refused.field)}\b", lambda _: name, refused.message, count=1)
+        raise RequestRefused(refused.kind, name, message) from refused
+
+
+def _spelled(name: str, spelling: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, ours in spelling:
+        name = pattern.sub(ours, name)
+    return name
 
 
 def _is_union_member(part: str) -> bool:

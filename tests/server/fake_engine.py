@@ -76,6 +76,7 @@ class FakeEngine:
             yield Progress(request.id, (), "length")
         finally:
             self.open.discard(request.id)
+            self._aborts.discard(request.id)
             if not is_over:
                 self.left.append(request.id)
 
@@ -105,7 +106,7 @@ class FakeEngine:
         ]
 
     async def abort(self, id: str | None = None) -> None:
-        self._aborts |= self.open if id is None else {id}
+        self._aborts |= self.open if id is None else self.open & {id}
 
     async def flush_cache(self) -> int:
         self.flushed += 1

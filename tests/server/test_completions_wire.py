@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 
+from legato.server.client import RequestRefused
 from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
-from tests.server.test_api_wire import Server
+from tests.server.test_api_wire import Server, error_of
 
 PROMPT = list(range(10, 20))
 
@@ -82,3 +84,28 @@ def test_a_prompt_of_one_token_has_one_entry(server: Server) -> None:
     body = {"input_ids": [5], "return_logprob": True, "logprob_start_len": 0}
     assert server.http.post("/generate", json=body).json()["meta_info"]["input_token_logprobs"] == [[None, 5, None]]
     assert native_events(server, **body)[-1]["meta_info"]["input_token_logprobs"] == [[None, 5, None]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_a_running_request_is_refused_and_does_not_touch_it(server: Server, stream: bool) -> None:
+    server.engine.step_s, server.said = 0.05, "word " * 400
+    body: dict[str, Any] = {"text": "x", "rid": "mine", "sampling_params": {"max_new_tokens": 500}}
+    with server.http.stream("POST", "/generate", json={**body, "stream": True}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        error = error_of(httpx2.post(f"{server.live.url}/generate", json={**body, "stream": stream}), 400)
+        assert error["param"] == "rid" and error["message"].startswith("rid: 'mine' ")
+        assert len(server.engine.seen) == 1 and not server.engine.left
+        assert httpx2.post(f"{server.live.url}/abort_request", json={"rid": "mine"}).json() == {"aborted": 1}
+        last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    server.engine.step_s, server.said = 0.0, "one<|user|>"
+    assert httpx2.post(f"{server.live.url}/generate", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_id_that_the_engine_has_not_let_go_is_refused_by_its_name(server: Server, stream: bool) -> None:
+    server.engine.fault = RequestRefused("invalid", "id", "id: 'mine/0' is in use by another request")
+    body = {"text": "x", "rid": "mine", "stream": stream}
+    error = error_of(server.http.post("/generate", json=body), 400)
+    assert (error["param"], error["message"]) == ("rid", "rid: 'mine/0' is in use by another request")

@@ -9,14 +9,17 @@ PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 JOBS   ?= 2
 MINUTES  ?= 30
 SOAK_OUT ?= soak.jsonl
+CLIENTS  := .venv-clients
+CLIENT_VENVS := $(patsubst tests/clients/%/requirements.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/*/requirements.txt))
 
-.PHONY: help demo check check-full check-clients lint types imports test soak docs clean
+.PHONY: help demo check check-full check-clients lint types imports test soak soak-http docs clean
 help:
 	@echo "make demo         install into .venv and generate text from the checkpoint that ships with Legato"
 	@echo "make check        what CI runs: lint, types, import rules, CPU tests"
 	@echo "make check-full   the same and the long tests"
 	@echo "make check-clients  other projects' clients and testers against the server"
 	@echo "make soak         the engine under a generated load for 30 minutes (MINUTES=...): does everything come back?"
+	@echo "make soak-http    the server under 32 clients (MINUTES=15 suits): the same question, and do both sides count the same?"
 	@echo "make docs         write docs/cli.md anew"
 	@echo "make clean        remove .venv and caches"
 
@@ -30,9 +33,22 @@ check: lint types imports test
 check-full: lint types imports $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu and not clients"
 
-check-clients: $(VENV)/.installed-dev
+check-clients: $(VENV)/.installed-dev $(CLIENT_VENVS) $(CLIENTS)/npm/.installed
 	@$(PIP) --editable '.[dev,clients]'
 	$(PYTEST) -m clients tests/clients
+
+# Each client has an environment of its own: their pins clash.
+$(CLIENTS)/%/.installed: tests/clients/%/requirements.txt | $(BIN)/python
+	@echo "installing the client $*"
+	@$(PYTHON) -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+$(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/package-lock.json
+	@echo "installing the clients of npm"
+	@mkdir -p $(@D) && cp $^ $(@D)
+	@npm ci --prefix $(@D) --no-audit --no-fund --loglevel error
+	@touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -49,6 +65,9 @@ test: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m legato.bench.soak --minutes $(MINUTES) --out $(SOAK_OUT)
+
+soak-http: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m legato.bench.soak_http --minutes $(MINUTES) --out $(SOAK_OUT)
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m typer legato.__main__ utils docs --name legato --output docs/cli.md
@@ -71,4 +90,4 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

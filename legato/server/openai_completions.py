@@ -235,12 +235,17 @@ async def _stream(service: Service, request: CompletionRequest, made: Prepared, 
 
 @dataclass(slots=True)
 class _Waiting:
-    """What a choice has that its next chunk will carry: text may be held back, and the rest waits for it."""
+    """What a choice has that its next chunk will carry: text may be held back, and the rest waits for it.
+
+    `scored` are the ids that `logprobs` are of: with echo, those of the prompt too.
+    """
 
     arrays: CompletionArrays
     text: str = ""
     has_begun: bool = False
+    prompt: tuple[int, ...] | None = None
     ids: list[int] = field(default_factory=list[int])
+    scored: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob | None] = field(default_factory=list["TokenLogprob | None"])
 
 
@@ -271,6 +276,7 @@ class _Chunks:
         if made.keeps_tokens:
             waiting.text += "".join(each.text for each in step.events if isinstance(each, ContentText))
             waiting.ids += step.token_ids
+            waiting.scored += step.token_ids
             waiting.logprobs += step.logprobs or ()
         if not waiting.text and step.finish_reason is None:
             return b""
@@ -283,19 +289,22 @@ class _Chunks:
     def _begin(self, index: int, waiting: _Waiting, generation: Generation) -> None:
         waiting.has_begun = True
         number, first = self._made.of_choice(index)
+        waiting.prompt = self._made.jobs[number].prompt
         if self._made.echo is not None:
             waiting.text = self._made.echo[number]
             if self._made.num_top is not None:
-                waiting.ids += self._made.jobs[number].prompt
+                waiting.scored += self._made.jobs[number].prompt
                 waiting.logprobs += generation.prompt_logprobs(first)
 
     def _chunk(self, step: ChoiceStep, waiting: _Waiting, generation: Generation) -> bytes:
         logprobs: CompletionLogprobs | None = None
         if self._made.num_top is not None:
-            logprobs = waiting.arrays.arrays(waiting.ids, waiting.logprobs)
+            logprobs = waiting.arrays.arrays(waiting.scored, waiting.logprobs)
         extra = b""
         if self._wants_ids:
             extra += b',"token_ids":' + json_bytes(waiting.ids)
+            if waiting.prompt is not None:
+                extra += b',"prompt_token_ids":' + json_bytes(waiting.prompt)
         reason, stop = step.finish_reason, step.stop
         if reason is not None:
             if not self._made.keeps_tokens:
@@ -313,7 +322,7 @@ class _Chunks:
             extra,
             tail,
         )
-        waiting.text, waiting.ids, waiting.logprobs = "", [], []
+        waiting.text, waiting.prompt, waiting.ids, waiting.scored, waiting.logprobs = "", None, [], [], []
         return data
 
     def _usage_field(self, generation: Generation, *, is_last: bool) -> bytes:

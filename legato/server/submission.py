@@ -31,7 +31,8 @@ class RequestRefused(ValueError):
 
     def __init__(self, kind: RefusalKind, field: str, message: str) -> None:
         super().__init__(message)
-        self.kind, self.field, self.message = kind, field, message
+        self.kind: RefusalKind = kind
+        self.field, self.message = field, message
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,19 @@ def test_a_prompt_of_one_token_has_one_entry(server: Server) -> None:
     assert native_events(server, **body)[-1]["meta_info"]["input_token_logprobs"] == [[None, 5, None]]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_token_ids_of_prompt_and_choices(server: Server, echo: bool, logprobs: int | None, max_tokens: int) -> None:
+    fields = {"prompt": [PROMPT, [7, 8]], "n": 2, "echo": echo, "logprobs": logprobs, "max_tokens": max_tokens}
+    choices, parts = both(server, **fields, return_token_ids=True)
+    for choice, some in zip(choices, parts, strict=True):
+        assert len(choice["token_ids"]) == max_tokens
+        assert [token for part in some for token in part["token_ids"]] == choice["token_ids"]
+        assert some[0]["prompt_token_ids"] == choice["prompt_token_ids"] == (PROMPT, [7, 8])[choice["index"] // 2]
+        assert all("prompt_token_ids" not in part for part in some[1:])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_id_of_a_running_request_is_refused_and_does_not_touch_it(server: Server, stream: bool) -> None:
     server.engine.step_s, server.said = 0.05, "word " * 400

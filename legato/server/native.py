@@ -25,13 +25,10 @@ from legato.server.plain_text import PlainText
 from legato.server.sampling_fields import LogitBias, SamplingFields, StopIds
 from legato.server.service import Service
 from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
-from legato.server.validation import JsonRoute, OnlyFalse, OnlyTrue, RequestModel, respelled
+from legato.server.validation import JsonRoute, OnlyFalse, OnlyTrue, RequestModel, known_fields, respelled
 from legato.types import MAX_LOGPROBS, ParameterError, TokenLogprob
 
 T = TypeVar("T")
-
-_SPELLING = ((re.compile(r"^id$"), "rid"),)
-"""What the engine's names of fields are called here."""
 
 
 class NativeSampling(RequestModel):
@@ -63,6 +60,15 @@ class NativeSampling(RequestModel):
         own = {"max_new_tokens", "min_new_tokens", "sampling_seed", "json_schema", "regex", "no_stop_trim"}
         shared = self.model_dump(exclude_none=True, exclude=own)
         return SamplingFields.model_validate({**shared, "min_tokens": self.min_new_tokens, "seed": self.sampling_seed})
+
+
+_SPELLING = (
+    (re.compile(r"^id$"), "rid"),
+    (re.compile(r"^(min|max)_tokens$"), r"\1_new_tokens"),
+    (re.compile(r"^seed$"), "sampling_seed"),
+    (re.compile(rf"^(?=({'|'.join(known_fields(NativeSampling))})\b)"), "sampling_params."),
+)
+"""What is wrong with a field of the engine's is told by its name here."""
 
 
 class GenerateRequest(RequestModel):
@@ -139,7 +145,9 @@ def router(service: Service) -> APIRouter:
     )
     async def generate(request: GenerateRequest, http: Request) -> Response:
         """Goes on with text or token ids. One prompt and one sample give an object, several give a list."""
-        wanted = await service.beside(lambda: _prepare(service, request), len(await http.body()))
+        size = len(await http.body())
+        with respelled(_SPELLING):
+            wanted = await service.beside(lambda: _prepare(service, request), size)
         if request.stream:
             return EventStream(_stream(service, wanted), service.settings.replies.keepalive_s)
         with respelled(_SPELLING):

@@ -122,3 +122,20 @@ def test_an_id_that_the_engine_has_not_let_go_is_refused_by_its_name(server: Ser
     body = {"text": "x", "rid": "mine", "stream": stream}
     error = error_of(server.http.post("/generate", json=body), 400)
     assert (error["param"], error["message"]) == ("rid", "rid: 'mine/0' is in use by another request")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_faults_of_generate_are_told_by_its_own_names(server: Server, stream: bool) -> None:
+    server.engine.fault = RequestRefused("never_fits", "max_tokens", "the prompt has 9 tokens and max_tokens is 600")
+    error = error_of(server.http.post("/generate", json={"text": "x", "stream": stream}), 400)
+    name = "sampling_params.max_new_tokens"
+    assert (error["param"], error["message"]) == (name, f"the prompt has 9 tokens and {name} is 600")
+    server.engine.fault = None
+    for sampling, param in (
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "sampling_params.min_new_tokens"),
+        ({"stop": ["x", ""]}, "sampling_params.stop[1]"),
+        ({"json_schema": "{"}, "sampling_params.json_schema"),
+    ):
+        body = {"text": "x", "sampling_params": sampling, "stream": stream}
+        assert error_of(server.http.post("/generate", json=body), 400)["param"] == param
+    assert error_of(server.http.post("/generate", json={"input_ids": [-1]}), 400)["param"] == "input_ids[0]"

@@ -56,7 +56,7 @@ def expected(shipped: Shipped, held_out: list[tuple[int, ...]]) -> Said:
     return Agents(held_out).play(shipped.engine(**SMALL, prefix_cache=False), range(TURNS), [()] * 3)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True])
 def test_conversations_are_found_again_and_not_one_token_changes(
     shipped: Shipped, held_out: list[tuple[int, ...]], expected: Said, overlap: bool
 ) -> None:
@@ -94,7 +94,7 @@ def test_neither_a_flush_nor_another_salt_brings_anything_back(
     assert engine.stats.host_hit_tokens == hits
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_preempted_request_comes_back_from_the_host(
     shipped: Shipped, held_out: list[tuple[int, ...]], overlap: bool
 ) -> None:

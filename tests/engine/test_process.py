@@ -166,6 +166,7 @@ def test_cached_tokens_and_flush(process: Process, held_out: list[tuple[int, ...
     assert process.run(hits()) == 0
 
 
+@pytest.mark.full
 def test_profile(process: Process, tmp_path: Path) -> None:
     client = process.client
     process.run(client.start_profile(str(tmp_path / "new")))

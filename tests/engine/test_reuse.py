@@ -69,7 +69,7 @@ def siblings(stem: tuple[int, ...], vocab: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("chunk", [50, 512])
+@pytest.mark.parametrize("chunk", [50, pytest.param(512, marks=pytest.mark.full)])
 def test_a_hit_changes_neither_tokens_nor_accept_length(
     shipped: Shipped, held_out: list[tuple[int, ...]], chunk: int
 ) -> None:
@@ -122,7 +122,10 @@ def undisturbed(shipped: Shipped, batch: list[Request]) -> dict[str, Answer]:
     return answers(shipped.engine(cache_tokens=1024), batch)
 
 
-@pytest.mark.parametrize(("overlap", "prefix_cache", "every"), [(False, True, 2), (True, True, 3), (True, False, 4)])
+@pytest.mark.parametrize(
+    ("overlap", "prefix_cache", "every"),
+    [(True, True, 3), *(pytest.param(*rest, marks=pytest.mark.full) for rest in ((False, True, 2), (True, False, 4)))],
+)
 def test_preemption_changes_nothing_and_repeats_nothing(
     shipped: Shipped,
     batch: list[Request],
@@ -180,7 +183,7 @@ def test_a_preempted_prompt_reports_its_logprobs_once(shipped: Shipped, held_out
     assert values[0] == values[1]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True])
 def test_one_that_waits_for_a_page_goes_on_where_it_stood(
     shipped: Shipped, held_out: list[tuple[int, ...]], overlap: bool
 ) -> None:

@@ -53,11 +53,13 @@ def router(service: Service) -> APIRouter:
         """Goes on with a conversation; with `stream` as server-sent chunks."""
         model, id = service.model(request.model), new_id("chatcmpl")
         size = len(await http.body()) if request.response_format is None and not request.tools else 1 << 30
-        made = await service.beside(lambda: chat_job(service, request, id), size)
+        with request.own_names():
+            made = await service.beside(lambda: chat_job(service, request, id), size)
         if request.stream:
             events = _stream(service, request, made, model)
             return EventStream(events, service.settings.replies.keepalive_s)
-        answers, generation = await unless_disconnected(http, service.generations.complete(made.job))
+        with request.own_names():
+            answers, generation = await unless_disconnected(http, service.generations.complete(made.job))
         size = generation.usage.completion_tokens * LOGPROB_SIZE if made.num_top is not None else 0
         reply = await service.beside(
             lambda: json_bytes(_whole(service, request, made, model, answers, generation)), size
@@ -128,14 +130,15 @@ async def _stream(service: Service, request: ChatRequest, made: ChatJob, model: 
     chunks = _Chunks(service, request, made, model)
     has_begun = False
     try:
-        async with service.generations.open(made.job) as generation:
-            async for step in generation:
-                data = chunks.of(step, generation)
-                if data:
-                    has_begun = True
-                    yield data
-            if request.wants_usage:
-                yield chunks.usage(generation)
+        with request.own_names():
+            async with service.generations.open(made.job) as generation:
+                async for step in generation:
+                    data = chunks.of(step, generation)
+                    if data:
+                        has_begun = True
+                        yield data
+                if request.wants_usage:
+                    yield chunks.usage(generation)
     except Exception as error:
         if not has_begun:
             raise

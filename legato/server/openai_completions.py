@@ -93,10 +93,12 @@ def router(service: Service) -> APIRouter:
         """Goes on with plain text; with `stream` as server-sent chunks."""
         model, id = service.model(request.model), new_id("cmpl")
         size = len(await http.body()) if request.response_format is None else 1 << 30
-        made = await service.beside(lambda: _prepare(service, request, id), size)
+        with request.own_names():
+            made = await service.beside(lambda: _prepare(service, request, id), size)
         if request.stream:
             return EventStream(_stream(service, request, made, model), service.settings.replies.keepalive_s)
-        answers, generation = await unless_disconnected(http, service.generations.complete(*made.jobs))
+        with request.own_names():
+            answers, generation = await unless_disconnected(http, service.generations.complete(*made.jobs))
         size = generation.usage.total_tokens * LOGPROB_SIZE if made.num_top is not None else 0
         reply = await service.beside(
             lambda: json_bytes(_whole(service, request, made, model, answers, generation)), size
@@ -218,14 +220,15 @@ async def _stream(service: Service, request: CompletionRequest, made: Prepared, 
     chunks = _Chunks(service, request, made, model)
     has_begun = False
     try:
-        async with service.generations.open(*made.jobs) as generation:
-            async for step in generation:
-                data = chunks.of(step, generation)
-                if data:
-                    has_begun = True
-                    yield data
-            if request.wants_usage:
-                yield chunks.usage(generation)
+        with request.own_names():
+            async with service.generations.open(*made.jobs) as generation:
+                async for step in generation:
+                    data = chunks.of(step, generation)
+                    if data:
+                        has_begun = True
+                        yield data
+                if request.wants_usage:
+                    yield chunks.usage(generation)
     except Exception as error:
         if not has_begun:
             raise

@@ -6,13 +6,15 @@ prompts or replies. The request models of the routes build on it; what it makes 
 
 from __future__ import annotations
 
+import re
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from legato.server.settings import RequestLimits, SamplingDefaults
-from legato.server.validation import OnlyFalse, OnlyTrue, RequestModel
+from legato.server.validation import OnlyFalse, OnlyTrue, RequestModel, respelled
 from legato.types import BAN, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, ParameterError, SamplingParams
 
 T = TypeVar("T")
@@ -173,6 +175,9 @@ class SharedFields(RequestModel):
         return min(given, default=None)
 
 
+_FORMAT_FIELDS = {"regex": ".regex", "grammar": ".grammar", "json_schema": ".json_schema.schema"}
+
+
 class SamplingFields(SharedFields):
     """What chat and text completions may say besides."""
 
@@ -193,6 +198,12 @@ class SamplingFields(SharedFields):
     def sampling(self, defaults: SamplingDefaults, limits: RequestLimits, max_tokens: int | None) -> SamplingParams:
         """The same, of `n` answers."""
         return replace(super().sampling(defaults, limits, max_tokens), n=_or(self.n, 1))
+
+    def own_names(self) -> AbstractContextManager[None]:
+        """Tells faults in the grammar that the engine gets by the field that asked for one."""
+        kind = "text" if self.response_format is None else self.response_format.type
+        field = "tools" if kind == "text" else "response_format" + _FORMAT_FIELDS.get(kind, "")
+        return respelled(((re.compile(r"^(json_schema|regex|grammar)$"), field),))
 
     @property
     def wants_usage(self) -> bool:

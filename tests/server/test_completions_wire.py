@@ -12,7 +12,7 @@ import pytest
 from legato.server.client import RequestRefused
 from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
-from tests.server.test_api_wire import Server, error_of
+from tests.server.test_api_wire import TOOL, Server, error_of
 
 PROMPT = list(range(10, 20))
 
@@ -139,3 +139,30 @@ def test_faults_of_generate_are_told_by_its_own_names(server: Server, stream: bo
         body = {"text": "x", "sampling_params": sampling, "stream": stream}
         assert error_of(server.http.post("/generate", json=body), 400)["param"] == param
     assert error_of(server.http.post("/generate", json={"input_ids": [-1]}), 400)["param"] == "input_ids[0]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "response_format", "param"),
+    [
+        ("regex", {"type": "regex", "regex": "("}, "response_format.regex"),
+        ("grammar", {"type": "grammar", "grammar": "x"}, "response_format.grammar"),
+        ("json_schema", {"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.schema"),
+        ("json_schema", {"type": "json_object"}, "response_format"),
+        ("grammar", None, "tools"),
+    ],
+)
+def test_a_grammar_that_the_engine_refuses_is_told_by_the_field_that_asked_for_it(
+    server: Server, kind: str, response_format: Any, param: str, stream: bool
+) -> None:
+    server.engine.fault = RequestRefused("invalid", kind, f"{kind}: cannot be compiled")
+    fields = {"response_format": response_format, "stream": stream}
+    chat = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    for path, body in (("/v1/completions", {"prompt": "x", **fields}), ("/v1/chat/completions", chat)):
+        error = error_of(server.http.post(path, json=body), 400)
+        assert (error["param"], error["message"]) == (param, f"{param}: cannot be compiled")
+
+
+def test_a_grammar_beside_tools_is_told_by_its_own_name(server: Server) -> None:
+    error = error_of(server.chat(response_format={"type": "grammar", "grammar": "start: /x/"}, tools=[TOOL]), 400)
+    assert error["param"] == "response_format.grammar" and "tool_choice" in error["message"]

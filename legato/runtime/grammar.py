@@ -68,7 +68,7 @@ class Grammars:
         """Compiles a grammar.
 
         Raises:
-            ParameterError: it cannot be compiled; the message names the field and says why.
+            ParameterError: it cannot be compiled, or nothing can begin under it; the message names the field and says why.
         """
         self._matcher(grammar)
 
@@ -104,7 +104,18 @@ class Grammars:
             raise ParameterError(grammar.kind, str(error)) from error
         if matcher.is_error():
             raise ParameterError(grammar.kind, matcher.get_error().strip())
+        if (fault := self._fault_at_start(matcher)) is not None:
+            raise ParameterError(grammar.kind, f"nothing that fits it can be generated ({fault})")
         return matcher
+
+    def _fault_at_start(self, matcher: LLMatcher) -> str | None:
+        """Why nothing can begin: a grammar may compile that has no first token, or is lost behind the only one that it has."""
+        start = matcher.deep_copy()
+        mask = int.from_bytes(start.compute_bitmask(), "little")
+        only = mask.bit_length() - 1
+        if not start.is_error() and mask == 1 << only and only not in self.vocabulary.end_ids:
+            start.consume_token(only)
+        return start.get_error().splitlines()[0] if start.is_error() else None
 
 
 def _source(grammar: Grammar) -> str:

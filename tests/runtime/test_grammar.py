@@ -199,12 +199,45 @@ def test_a_user_cannot_lift_the_bound_on_whitespace(grammars: Grammars, tokenize
         ("grammar", ""),
         ("grammar", 'start: "a" b'),
         ("grammar", 'start "a"'),
+        ("regex", r"[^\s\S]"),
+        ("regex", r"a[^\s\S]"),
+        ("json_schema", '{"$ref": "#"}'),
+        ("grammar", "start: start"),
+        ("grammar", 'start: "a" start'),
+        ("grammar", 'start: "a" x\nx: "b" x'),
     ],
 )
 def test_a_bad_grammar_is_refused_by_name_and_harms_nothing(grammars: Grammars, kind, text: str) -> None:
     with pytest.raises(ParameterError) as caught:
         grammars.check(Grammar(kind, text))
     assert caught.value.name == kind and len(str(caught.value)) > len(kind) + 5
+    assert state(grammars.gate(JSON))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "first"),
+    [
+        ("regex", "", "end"),
+        ("grammar", 'start: ""', "end"),
+        ("regex", "a", "a"),
+        ("grammar", 'start: "a" start?', "a"),
+        ("regex", r"[^\s\S]|a", "a"),
+        ("json_schema", '{"type": "array", "items": {"$ref": "#"}}', "["),
+    ],
+)
+def test_a_grammar_with_one_way_to_begin_is_taken(
+    kind, text: str, first: str, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    grammars.check(Grammar(kind, text))
+    ends = set(grammars.vocabulary.end_ids)
+    expected = ends if first == "end" else set(tokenizer.encode(first))
+    assert expected <= state(grammars.gate(Grammar(kind, text)))
+
+
+@pytest.mark.full
+def test_a_regex_that_no_matcher_can_hold_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(ParameterError, match=r"^regex: nothing that fits it can be generated"):
+        grammars.check(Grammar("regex", "((a{1000}){1000}){1000}"))
     assert state(grammars.gate(JSON))
 
 

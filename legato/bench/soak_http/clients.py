@@ -38,6 +38,11 @@ class Clients:
         self.num_bytes = self.num_chunks = 0
         self._sentinel: str | None = None
 
+    def begin(self) -> None:
+        """Opens new books; the sentinel's answer stays what it was."""
+        self.ledger, self.latencies = Ledger(), []
+        self.num_bytes = self.num_chunks = 0
+
     async def run(self, count: int, until: Callable[[], bool], *, exact: bool) -> None:
         """Asks, with `count` clients, until `until` says so; every reply that has begun is awaited."""
         async with asyncio.TaskGroup() as group:

@@ -122,7 +122,7 @@ async def soak(options: argparse.Namespace) -> list[str]:
         reporting = asyncio.create_task(watch.report(options.every))
         try:
             for name, share, exact in (("all", 1 - EXACT_SHARE, False), ("all stay", EXACT_SHARE, True)):
-                clients.ledger = Ledger()
+                clients.begin()
                 stop = watch.elapsed + watch.seconds * share
                 await clients.run(options.clients, lambda stop=stop: watch.elapsed >= stop, exact=exact)
                 after, held = await watch.at_rest()

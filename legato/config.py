@@ -44,7 +44,7 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
     """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states. `max_waiting`:
-    most requests that wait before further ones are refused; `None`: any number."""
+    most requests that wait before further ones are refused (0: what cannot run at once is refused); `None`: any number."""
 
     max_running: int = 16
     chunk_tokens: int = 512

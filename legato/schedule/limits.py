@@ -21,7 +21,7 @@ class Limits:
         num_drafts: K.
         num_pages: pages of `page_size` tokens, the dummy page 0 included.
         prefix_cache: whether pages are found again by later requests.
-        max_waiting: most requests that wait; `None`: any number.
+        max_waiting: most requests that wait, not counting those that can run at once; `None`: any number.
         host_pages: pages of host memory for what the prefix cache evicts.
     """
 

@@ -52,14 +52,15 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            QueueFull: as many requests wait as may.
+            QueueFull: it could not run at once, and as many requests wait as may.
             RequestError: the id is in use, the prompt is empty or too long, or the request needs more pages than exist.
         """
         if request.id in self._by_id:
             raise RequestError(f"request id {request.id!r} is already in use", "id")
         max_length = self.limits.max_length(request)
-        if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests wait already, the most that may")
+        waiting = len(self._waiting) - self._num_admissible
+        if self.limits.max_waiting is not None and waiting >= self.limits.max_waiting:
+            raise QueueFull(f"nothing is free to run it, and {waiting} requests wait already, the most that may")
         self._arrivals += 1
         sequence = Sequence(request, (-request.priority, self._arrivals), max_length, list(request.prompt))
         self._by_id[request.id] = sequence
@@ -181,6 +182,12 @@ class Scheduler:
     def _can_decode(self, sequence: Sequence) -> bool:
         is_full = sequence.least_length >= len(sequence.pages) * self.limits.page_size
         return sequence.state == "decoding" and not is_full
+
+    @property
+    def _num_admissible(self) -> int:
+        """Rows for those that the next plans admit, however many have arrived. None while pages are short: all wait then."""
+        is_short = self._refused is not None and self._refused[0].state == "waiting"
+        return 0 if is_short else self.limits.max_running - len(self._running)
 
     def _admit_next(self) -> Sequence | None:
         """Gives the first that waits a row and its pages, or leaves everything as it is."""

@@ -33,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page=st.sampled_from((1, 4, 16)),
         room=st.sampled_from((1.2, 2, 5)),
         cache=st.booleans(),
-        queue=st.integers(2, 20),
+        queue=st.integers(0, 20),
         host=st.sampled_from((0, 0.4, 2, 5)),
     )
     def start(self, page: int, room: float, cache: bool, queue: int, host: float) -> None:
@@ -52,6 +52,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def running(self) -> list[Sequence]:
         return list(self.scheduler._running.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many wait as may, beyond those for whom a row is free and pages are not known to be short."""
+        refused = self.scheduler._refused
+        short = refused is not None and refused[0].state == "waiting"
+        free = 0 if short else self.limits.max_running - self.scheduler.num_running
+        return self.scheduler.num_waiting >= (self.limits.max_waiting or 0) + free
 
     @property
     def open(self) -> list[str]:
@@ -89,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not prompt or asked > min(CONTEXT, room):
             with pytest.raises(RequestError):
                 self.scheduler.add(request)
-        elif self.scheduler.num_waiting >= (self.limits.max_waiting or 0):
+        elif self.is_full:
             with pytest.raises(QueueFull):
                 self.scheduler.add(request)
         else:

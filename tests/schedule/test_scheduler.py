@@ -210,6 +210,42 @@ def test_the_queue_has_a_limit() -> None:
     assert [bench.end(name) for name in "abcd"] == ["length"] * 4
 
 
+@pytest.mark.parametrize("most", [0, 3])
+def test_what_can_run_at_once_does_not_wait(most: int) -> None:
+    """Requests that arrive between two plans take the free rows first; only those behind them count as waiting."""
+    bench = Bench(replace(LIMITS, max_running=4, max_waiting=most))
+    names = [f"r{number}" for number in range(4 + most)]
+    for name in names:
+        bench.add(name, 3, 6)
+    for _ in range(2):
+        with pytest.raises(QueueFull, match=f"{most} requests wait already"):
+            bench.add("late", 3, 2)
+        bench.turn()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (4, most)
+    bench.scheduler.abort(names[0])
+    bench.add("early", 3, 2)
+    with pytest.raises(QueueFull):
+        bench.add("late", 3, 2)
+    bench.finish()
+    assert [bench.end(name) for name in (*names[1:], "early")] == ["length"] * (4 + most)
+
+
+def test_free_rows_without_pages_are_no_room() -> None:
+    bench = Bench(replace(LIMITS, max_running=4, max_waiting=1, num_pages=8))
+    bench.add("a", 20, 4)
+    bench.turn()
+    bench.add("b", 20, 4)
+    bench.turn()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 1)
+    with pytest.raises(QueueFull):
+        bench.add("c", 3, 2)
+    bench.finish()
+    for name in "cd":
+        bench.add(name, 3, 2)
+    bench.finish()
+    assert [bench.end(name) for name in "abcd"] == ["length"] * 4
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_deadlines_end_what_waits_and_what_runs(overlap: bool) -> None:
     bench = Bench(replace(LIMITS, max_running=1, num_drafts=0), overlap)

@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-JOBS   ?= 2
+JOBS   ?= 3
 MINUTES  ?= 30
 SOAK_OUT ?= soak.jsonl
 CLIENTS  := .venv-clients

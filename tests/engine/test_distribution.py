@@ -46,6 +46,7 @@ def compare(shipped: Shipped, count: int) -> None:
         assert chi_square(control, theirs) > LIMIT, "a wrong temperature must be seen, or the test sees nothing"
 
 
+@pytest.mark.full
 def test_a_few_hundred_samples(shipped: Shipped) -> None:
     compare(shipped, 128)
 

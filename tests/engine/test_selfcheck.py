@@ -20,6 +20,7 @@ from tests.engine.conftest import Shipped, requests, run
 PARAMS = SamplingParams(max_tokens=8, temperature=0.9, ignore_eos=True, presence_penalty=0.5, min_tokens=3)
 
 
+@pytest.mark.full
 def test_requests_are_replayed_and_agree(shipped: Shipped, prompts: list[tuple[int, ...]]) -> None:
     batch = requests(prompts[:4], PARAMS)
     expected = run(shipped.engine(num_drafts=5), batch)

@@ -79,6 +79,7 @@ class Indexer:
         return found.slots, found.counts, largest.num_bytes
 
 
+@pytest.mark.full
 def test_a_chunk_at_a_long_context_keeps_to_the_budget() -> None:
     indexer = Indexer()
     whole_bytes = 8 * ROWS * CONTEXT

@@ -90,6 +90,7 @@ async def scrape(url: str) -> Scrape:
         return Scrape.of((await wire.get("/metrics", {}))[1].decode())
 
 
+@pytest.mark.full
 def test_both_sides_count_the_same_whatever_the_clients_do(scripted: Scripted) -> None:
     ledger, counted = soaked(scripted, 150, *UNCONSTRAINED)
     assert ledger.wrong == [] and ledger.disagreements(counted) == []

@@ -64,7 +64,9 @@ def prompts(held_out: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(text[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
 
 
-@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(0.0, id="greedy", marks=pytest.mark.full), pytest.param(1.0, id="sampled")]
+)
 def temperature(request: pytest.FixtureRequest) -> float:
     """Both kinds of sampling; modules run their batches once for each."""
     return request.param

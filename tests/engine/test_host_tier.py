@@ -70,6 +70,7 @@ def test_conversations_are_found_again_and_not_one_token_changes(
     assert warm.stats.host_pages + warm.stats.cached_pages > 4
 
 
+@pytest.mark.full
 def test_little_host_memory_forgets_what_was_used_least_recently(
     shipped: Shipped, held_out: list[tuple[int, ...]], expected: Said
 ) -> None:
@@ -79,6 +80,7 @@ def test_little_host_memory_forgets_what_was_used_least_recently(
     assert warm.stats.host_evicted_pages > 0 and warm.stats.host_pages <= 2
 
 
+@pytest.mark.full
 def test_neither_a_flush_nor_another_salt_brings_anything_back(
     shipped: Shipped, held_out: list[tuple[int, ...]]
 ) -> None:

@@ -59,7 +59,15 @@ def test_drafts_change_no_sample(shipped: Shipped, sampled: Truth, num_drafts: i
     assert run(shipped.engine(num_drafts=num_drafts), sampled.batch) == sampled.tokens
 
 
-@pytest.mark.parametrize(("chunk", "some"), [(1, (0, 1)), (7, (2, 6)), (64, (4, 9)), (65, (3, 9))])
+@pytest.mark.parametrize(
+    ("chunk", "some"),
+    [
+        pytest.param(1, (0, 1), marks=pytest.mark.full),
+        (7, (2, 6)),
+        pytest.param(64, (4, 9), marks=pytest.mark.full),
+        (65, (3, 9)),
+    ],
+)
 def test_chunks_change_nothing(shipped: Shipped, greedy: Truth, chunk: int, some: tuple[int, ...]) -> None:
     """Chunks of one row and of odd sizes, interleaved with running requests."""
     truth = greedy.pick(*some)

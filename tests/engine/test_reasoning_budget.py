@@ -66,7 +66,7 @@ def plain(shipped: Shipped, grammars: Grammars) -> dict[str, list[int]]:
     return tokens_of(shipped, grammars, 0, overlap=False)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 5, *(pytest.param(k, marks=pytest.mark.full) for k in (2, 3, 4, 6, 7))])
+@pytest.mark.parametrize("num_drafts", [5, *(pytest.param(k, marks=pytest.mark.full) for k in (1, 2, 3, 4, 6, 7))])
 def test_drafts_change_nothing(
     shipped: Shipped, grammars: Grammars, plain: dict[str, list[int]], num_drafts: int
 ) -> None:

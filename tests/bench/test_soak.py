@@ -12,6 +12,8 @@ from legato.bench.soak import CACHE_TOKENS, CONTEXT, HOST_TOKENS, SENTINEL, Load
 from legato.engine.loop import Engine
 from legato.schedule import Limits, Scheduler
 
+pytestmark = pytest.mark.full
+
 K = 3
 
 

@@ -15,6 +15,8 @@ from legato.types import SamplingParams
 from tests.engine.conftest import Shipped
 from tests.engine.test_reuse import answers, poison_free_pages
 
+pytestmark = pytest.mark.full
+
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95)
 TURNS = 3

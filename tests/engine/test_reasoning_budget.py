@@ -14,6 +14,8 @@ from legato.schedule import Request
 from legato.types import ParameterError, SamplingParams
 from tests.engine.conftest import Shipped, run
 
+pytestmark = pytest.mark.full
+
 LENGTH = 10
 PROMPT = "def parse(self, text):\n    return "
 NEWLINE = 198

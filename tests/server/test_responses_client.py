@@ -13,6 +13,8 @@ from openai.types.responses import Response
 
 from tests.server.live import Live
 
+pytestmark = pytest.mark.full
+
 MODEL = "small"
 ADD: Any = {
     "type": "function",

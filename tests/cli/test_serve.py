@@ -23,6 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server import chromium
 
+pytestmark = pytest.mark.full
+
 KEY = "sesame-open"
 START_S = 180
 

@@ -13,6 +13,8 @@ from legato.schedule import Request
 from legato.types import SamplingParams, TokenLogprob
 from tests.engine.conftest import Shipped, run
 
+pytestmark = pytest.mark.full
+
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95)
 CUTS = {63: 0, 64: 0, 65: 64, 127: 64, 128: 64, 129: 128}

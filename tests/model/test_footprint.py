@@ -14,6 +14,8 @@ from legato.model.spec import ModelSpec
 from tests.release import CONFIG, HeaderSource, release
 from tests.tiny import quantized, save_checkpoint, tiny_config, tiny_tensors
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def nvfp4() -> Footprint:

@@ -17,6 +17,8 @@ from legato.validate.run import Findings, Wanted, all_names, validate
 from tests.server.live import Live
 from tests.validate.pretender import FAULTS, Pretender
 
+pytestmark = pytest.mark.full
+
 
 def live(app: Any) -> Live:
     async def nothing() -> None:

@@ -10,6 +10,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from legato.server.errors import ApiError, reply_of
 
+LINGER_S = 2.0
+"""How long a refused connection stays open, for the client to read why."""
+
 
 def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
     """A protocol class that answers 431 and closes where request line and headers are longer than `max_header_bytes`."""
@@ -63,7 +66,10 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
         def _refuse(self) -> None:
             if not self._is_refused and not self.transport.is_closing():
                 self.transport.write(answer)
-                self.transport.close()
+                # Closed with bytes unread, the connection would be reset, and the answer lost with it.
+                if self.transport.can_write_eof():
+                    self.transport.write_eof()
+                self.loop.call_later(LINGER_S, self.transport.close)
             self._is_refused = True
 
     return LimitedProtocol

@@ -6,28 +6,18 @@ Called by `legato bench pareto`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from legato.bench.load.arrivals import ClosedLoop
 from legato.bench.load.endpoint import Endpoint
-from legato.bench.load.run import Load, Result, run
-from legato.bench.load.wire import Wire, WireError
+from legato.bench.load.run import Load, Result, run_async
 from legato.bench.roofline import Traffic
+from legato.bench.served import serving
 from legato.config import ConfigError
-
-READY_S = 600.0
-STOP_S = 60.0
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +85,9 @@ def bound(traffic: Traffic, bytes_per_s: float, point: Point, context: int) -> B
     return Bound(point.num_drafts, point.concurrency, accept, accept / seconds)
 
 
-def measure(
+async def measure(
     endpoint: Endpoint, load: Load, sweep: Sweep, serve_arguments: Sequence[str], watch: Callable[[str], None] = print
-) -> Iterator[Point]:
+) -> AsyncGenerator[Point]:
     """Points in order, as they are measured. `endpoint.url` empty: a server of our own is started for each number of drafts,
     with `serve_arguments`.
 
@@ -105,54 +95,18 @@ def measure(
         ConfigError: a server does not come up, or refuses a request.
     """
     for num_drafts in sweep.num_drafts or (None,):
-        with _server(endpoint.url, num_drafts, serve_arguments) as url:
+        async with _server(endpoint.url, num_drafts, serve_arguments) as url:
             for concurrency in sweep.concurrency:
                 asked = replace(load, arrivals=ClosedLoop(concurrency), sessions=concurrency * sweep.sessions_per_user)
                 watch(f"{'' if num_drafts is None else f'K = {num_drafts}, '}{concurrency} at a time")
-                yield Point(num_drafts, concurrency, run(replace(endpoint, url=url), asked))
+                yield Point(num_drafts, concurrency, await run_async(replace(endpoint, url=url), asked))
 
 
-@contextlib.contextmanager
-def _server(url: str, num_drafts: int | None, arguments: Sequence[str]) -> Generator[str]:
+@contextlib.asynccontextmanager
+async def _server(url: str, num_drafts: int | None, arguments: Sequence[str]) -> AsyncGenerator[str]:
     if url:
         yield url
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "legato", "serve", "--host", "127.0.0.1", "--port", str(port), *arguments]
-    command += [] if num_drafts is None else ["--num-drafts", str(num_drafts)]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            asyncio.run(_wait(f"http://127.0.0.1:{port}", process))
-            yield f"http://127.0.0.1:{port}"
-        except _DiedError as error:
-            log.seek(0)
-            raise ConfigError(
-                f"{' '.join(command[2:])}: {error}; its last words: {log.read()[-600:].strip()}"
-            ) from error
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-class _DiedError(RuntimeError):
-    """A server that was started is not there."""
-
-
-async def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_S
-    async with Wire(url, 10.0) as wire:
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                raise _DiedError(f"ended with code {process.returncode} before it was ready")
-            with contextlib.suppress(WireError, OSError):
-                status, _ = await wire.get("/ready", {})
-                if status == 200:
-                    return
-            await asyncio.sleep(_POLL_S)
-    raise _DiedError(f"was not ready after {READY_S:.0f} s")
+    command = [sys.executable, "-m", "legato", "serve", "--port", "0", "--log-format", "json", *arguments]
+    async with serving([*command, *([] if num_drafts is None else ["--num-drafts", str(num_drafts)])]) as served:
+        yield served.url

@@ -1,7 +1,7 @@
 """A server in a process of its own, for a benchmark that watches it from outside.
 
 Owns its start, the address in its ready line, its log, its processes and its end. Knows nothing of what is asked of it. Called by
-`legato.bench.soak_http` and `legato.bench.server_cost`.
+`legato.bench.pareto`, `soak_http` and `server_cost`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Owns what the terminal shows. Draws nothing (`legato.cli.pictures` does). Called
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from legato.bench.load.run import Load
 from legato.bench.memory import read_bytes_per_s
 from legato.bench.record import MEASURED_BANDWIDTH, Setting, append, without_nan
 from legato.bench.roofline import Traffic, traffic
+from legato.cli.bench import device_named
 from legato.config import Config, ConfigError
 from legato.engine.start import open_checkpoint
 from legato.llm import LLM
+from legato.model.checkpoint import Checkpoint
 
 FLOAT32_BYTES = 4
 
@@ -42,18 +45,24 @@ def bench_pareto(
     endpoint: Endpoint, load: Load, sweep: pareto.Sweep, config: Config, arguments: Sequence[str], path: Path
 ) -> list[dict[str, Any]]:
     """Runs the sweep; returns its points as lines of a record, which are in the file by then."""
+    return asyncio.run(_sweep(endpoint, load, sweep, config, arguments, path))
+
+
+async def _sweep(
+    endpoint: Endpoint, load: Load, sweep: pareto.Sweep, config: Config, arguments: Sequence[str], path: Path
+) -> list[dict[str, Any]]:
     console = Console()
-    device, threads = torch.device("cpu"), config.execution.threads
+    # A server elsewhere says nothing of its machine: there is no roofline to draw, and the setting is the client's.
+    device = torch.device("cpu") if endpoint.url else device_named(config.execution.device)
     roofline = None
     if not endpoint.url:
-        device = torch.device("cuda" if config.execution.device.startswith("cuda") else "cpu")
-        roofline = _roofline(config, device, threads)
+        roofline = _roofline(open_checkpoint(config.model), device, config.execution.threads or torch.get_num_threads())
     setting = Setting.here(device)
     table = Table(
         "K", "users", "tokens/s of one", "tokens/s per device", "accept length", "TTFT p50, ms", "failed", box=None
     )
     found: list[dict[str, Any]] = []
-    for point in pareto.measure(endpoint, load, sweep, arguments, lambda step: console.print(step, style="dim")):
+    async for point in pareto.measure(endpoint, load, sweep, arguments, lambda step: console.print(step, style="dim")):
         line = _pareto_line(point, roofline)
         append(path, [line], setting)
         found.append(line)
@@ -72,22 +81,19 @@ def bench_pareto(
     return found
 
 
-def _roofline(config: Config, device: torch.device, threads: int | None) -> tuple[Traffic, float]:
-    """What an iteration reads, and how fast memory gives it: measured on a CPU, on record for a GPU."""
-    checkpoint = open_checkpoint(config.model)
+def _roofline(checkpoint: Checkpoint, device: torch.device, threads: int) -> tuple[Traffic, float | None]:
+    """What an iteration reads, and bytes per second that memory gives: measured on a CPU; of a GPU what is on record."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        if name not in MEASURED_BANDWIDTH:
-            raise ConfigError(f"the memory rate of {name} is not on record: there is no roofline to draw")
-        return traffic(checkpoint), MEASURED_BANDWIDTH[name]
-    return traffic(checkpoint, element_bytes=FLOAT32_BYTES), read_bytes_per_s(threads or torch.get_num_threads())
+        return traffic(checkpoint), MEASURED_BANDWIDTH.get(torch.cuda.get_device_name(device))
+    return traffic(checkpoint, element_bytes=FLOAT32_BYTES), read_bytes_per_s(threads)
 
 
-def _pareto_line(point: pareto.Point, roofline: tuple[Traffic, float] | None) -> dict[str, Any]:
+def _pareto_line(point: pareto.Point, roofline: tuple[Traffic, float | None] | None) -> dict[str, Any]:
     result, bound = point.result, None
-    if roofline is not None:
+    if roofline is not None and roofline[1] is not None:
         prompts, requests = result.summary.prompt_tokens or 0, result.summary.requests
-        bound = pareto.bound(*roofline, point, prompts // requests + result.endpoint.max_tokens // 2)
+        context = prompts // requests + result.endpoint.max_tokens // 2
+        bound = pareto.bound(roofline[0], roofline[1], point, context)
     line = {
         "bench": "pareto",
         "name": result.endpoint.model,
@@ -122,13 +128,7 @@ def bench_isl(config: Config, lengths: Sequence[int], output_tokens: int, path: 
     llm = LLM(config=config)
     device = torch.device(llm.settings.device)
     setting = Setting.here(device)
-    on_cpu = device.type == "cpu"
-    read = traffic(llm.checkpoint, element_bytes=FLOAT32_BYTES if on_cpu else None)
-    rate = (
-        read_bytes_per_s(torch.get_num_threads())
-        if on_cpu
-        else MEASURED_BANDWIDTH.get(torch.cuda.get_device_name(device))
-    )
+    read, rate = _roofline(llm.checkpoint, device, torch.get_num_threads())
     table = Table(
         "prompt", "first token, s", "ms per iteration", "% of roofline", "accept length", "tokens/s", box=None
     )

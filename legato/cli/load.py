@@ -21,7 +21,7 @@ from rich.text import Text
 from legato.bench.load.endpoint import Endpoint, Reply
 from legato.bench.load.run import Load, Progress, Result, run
 from legato.bench.load.statistics import Distribution, Limits, e2e_s, gaps_s, tpot_s, ttft_s
-from legato.bench.record import Setting, append, without_nan
+from legato.bench.record import Setting, append
 
 REFRESH_PER_S = 4
 
@@ -154,7 +154,7 @@ def records_of(result: Result) -> list[dict[str, Any]]:
         "accept_length_simulated": False,
         "random_prompts": result.load.source.is_random,
     }
-    return [without_nan(line) for line in (*lines, whole)]
+    return [*lines, whole]
 
 
 def _request(reply: Reply, start: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from legato.server.chat import ChatError, ChatPrompt, ChatTemplate
 from legato.server.chat_request import texts_in
 from legato.server.constraint import constrained
 from legato.server.generation import Job
-from legato.server.sampling_fields import NotSupported
+from legato.server.sampling_fields import NotSupported, checked_stops
 from legato.server.service import Service
 from legato.server.tools import Tools
 from legato.server.validation import RequestModel, respelled
@@ -215,16 +215,6 @@ class MessagesRequest(PromptRequest):
     def sampling(self, service: Service) -> SamplingParams:
         """How to sample; what is left out is as the checkpoint recommends. Raises `ParameterError`."""
         defaults, limits = service.settings.defaults, service.settings.limits
-        stop = self.stop_sequences or []
-        if len(stop) > limits.max_stop_strings:
-            raise ParameterError(
-                "stop_sequences", f"at most {limits.max_stop_strings} strings are supported, got {len(stop)}"
-            )
-        for number, text in enumerate(stop):
-            if not 1 <= len(text) <= limits.max_stop_length:
-                raise ParameterError(
-                    f"stop_sequences[{number}]", f"must have 1 to {limits.max_stop_length} characters, got {len(text)}"
-                )
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
@@ -232,7 +222,7 @@ class MessagesRequest(PromptRequest):
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             min_p=defaults.min_p,
             repetition_penalty=defaults.repetition_penalty,
-            stop=tuple(dict.fromkeys(stop)),
+            stop=checked_stops("stop_sequences", self.stop_sequences or [], limits),
         )
 
 

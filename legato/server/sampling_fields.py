@@ -7,6 +7,7 @@ prompts or replies. The request models of the routes build on it; what it makes 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -134,14 +135,7 @@ class SharedFields(RequestModel):
     def stop_strings(self, limits: RequestLimits) -> tuple[str, ...]:
         """The stop strings, checked. Raises `ParameterError`."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(given) > limits.max_stop_strings:
-            raise ParameterError("stop", f"at most {limits.max_stop_strings} strings are supported, got {len(given)}")
-        for number, text in enumerate(given):
-            if not 1 <= len(text) <= limits.max_stop_length:
-                raise ParameterError(
-                    f"stop[{number}]", f"must have 1 to {limits.max_stop_length} characters, got {len(text)}"
-                )
-        return tuple(dict.fromkeys(given))
+        return checked_stops("stop", given, limits)
 
     def sampling(self, defaults: SamplingDefaults, limits: RequestLimits, max_tokens: int | None) -> SamplingParams:
         """All of it as parameters of one answer, without log-probabilities and grammar.
@@ -214,6 +208,18 @@ class SamplingFields(SharedFields):
     def wants_usage_always(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+def checked_stops(name: str, given: Sequence[str], limits: RequestLimits) -> tuple[str, ...]:
+    """Stop strings, each once. Raises `ParameterError` with the field's `name` where there are too many or one is too long."""
+    if len(given) > limits.max_stop_strings:
+        raise ParameterError(name, f"at most {limits.max_stop_strings} strings are supported, got {len(given)}")
+    for number, text in enumerate(given):
+        if not 1 <= len(text) <= limits.max_stop_length:
+            raise ParameterError(
+                f"{name}[{number}]", f"must have 1 to {limits.max_stop_length} characters, got {len(text)}"
+            )
+    return tuple(dict.fromkeys(given))
 
 
 def _or(value: T | None, default: T) -> T:

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from legato.bench.load.wire import Pieces, Wire
+from legato.bench.load.events import EventReader
+from legato.bench.load.facts import samples
+from legato.bench.load.wire import Wire
 
 TAGS = re.compile(r"</?think>|<\|(?:user|assistant|system|observation)\|>")
 TOOL_TAGS = re.compile(r"</?tool_call>|</?arg_(?:key|value)>")
 """Control tokens of GLM's format: none of them belongs into what a client sees. A call that nobody offered a tool for is text."""
-
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 
 Json = dict[str, Any]
 
@@ -78,9 +78,7 @@ class Target:
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to these bytes."""
-        status, pieces = await self._wire.post(self._prefix + path, body, self._headers)
-        async with aclosing(pieces):
-            return status, b"".join([piece async for _, piece in pieces])
+        return await self._wire.ask(self._prefix + path, body, self._headers)
 
     async def ask(self, prompt: str | list[Json], **fields: Any) -> Answer:
         """A chat completion, whole. Raises `Unexpected` for anything but a well-formed 200."""
@@ -117,10 +115,10 @@ class Target:
         async with aclosing(pieces):
             if status != 200:
                 _object(status, b"".join([piece async for _, piece in pieces]))
-            async for data in _events(pieces):
-                if data == b"[DONE]":
+            async for event in EventReader(pieces).events():
+                if event.data == b"[DONE]":
                     return
-                chunk = cast(Json, msgspec.json.decode(data))
+                chunk = cast(Json, msgspec.json.decode(event.data))
                 if "error" in chunk:
                     raise Unexpected(f"the stream broke off: {_message(chunk)}")
                 yield chunk
@@ -130,10 +128,10 @@ class Target:
         """Counters and gauges of `/metrics`, summed over labels; those by draft position also as `name@position`."""
         status, data = await self.get("/metrics")
         found: dict[str, float] = {}
-        for name, labels, value in _SAMPLE.findall(data.decode("utf-8", "replace")) if status == 200 else []:
-            found[name] = found.get(name, 0.0) + float(value)
+        for name, labels, value in samples(data) if status == 200 else []:
+            found[name] = found.get(name, 0.0) + value
             if position := re.search(r'position="(\d+)"', labels):
-                found[f"{name}@{position[1]}"] = float(value)
+                found[f"{name}@{position[1]}"] = value
         return found
 
     def _body(self, prompt: str | list[Json], fields: Mapping[str, Any]) -> bytes:
@@ -179,14 +177,3 @@ def _add(answer: Answer, chunk: Json) -> None:
             call["id"] += piece.get("id") or ""
             for name in ("name", "arguments"):
                 call["function"][name] += (piece.get("function") or {}).get(name) or ""
-
-
-async def _events(pieces: Pieces) -> AsyncGenerator[bytes]:
-    """The data of server-sent events."""
-    rest = b""
-    async for _, piece in pieces:
-        *blocks, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for block in blocks:
-            lines = [line[5:].strip() for line in block.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield b"\n".join(lines)

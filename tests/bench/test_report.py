@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from legato.bench import lines, timeline
 from legato.bench.load.prompts import Source
 from legato.bench.load.run import Load
-from legato.bench.pareto import Sweep, bound, measure
+from legato.bench.pareto import Point, Sweep, bound, measure
 from legato.bench.roofline import Traffic
 from legato.cli.figures import numbers
 from legato.config import ConfigError
@@ -78,6 +79,13 @@ def test_lists_of_numbers() -> None:
         numbers("--drafts", "1,x")
 
 
+def swept(endpoint: Any, load: Load, sweep: Sweep, *arguments: str) -> list[Point]:
+    async def points() -> list[Point]:
+        return [point async for point in measure(endpoint, load, sweep, arguments, lambda _: None)]
+
+    return asyncio.run(points())
+
+
 def test_a_sweep_measures_each_number_of_users_on_a_running_server(tmp_path: Path) -> None:
     from legato.bench.load.arrivals import ClosedLoop
     from legato.bench.load.endpoint import Endpoint
@@ -85,7 +93,7 @@ def test_a_sweep_measures_each_number_of_users_on_a_running_server(tmp_path: Pat
     load = Load(Source("synthetic", input_tokens=5), 1, ClosedLoop(1), warmup=0)
     with FakeServer(Script(first_s=0.02, gap_s=0.02, chunk_tokens=(2, 2, 2), metrics=True)) as server:
         endpoint = Endpoint(server.url, "", max_tokens=16)
-        points = list(measure(endpoint, load, Sweep((), (1, 3), 2), (), lambda _: None))
+        points = swept(endpoint, load, Sweep((), (1, 3), 2))
         asked = len(server.seen)
     assert [point.result.summary.requests for point in points] == [2, 6] and asked == 8
     assert points[1].tokens_per_s > 1.5 * points[0].tokens_per_s
@@ -99,7 +107,7 @@ def test_a_server_that_does_not_come_up_is_quoted() -> None:
 
     load = Load(Source("synthetic"), 1, ClosedLoop(1))
     with pytest.raises(ConfigError, match="no-such-flag"):
-        list(measure(Endpoint("", ""), load, Sweep((0,), (1,)), ("--no-such-flag",), lambda _: None))
+        swept(Endpoint("", ""), load, Sweep((0,), (1,)), "--no-such-flag")
 
 
 def summary(ttft: float | None = 0.1) -> dict[str, Any]:

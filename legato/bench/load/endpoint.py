@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from legato.bench.load.events import EventReader
 from legato.bench.load.wire import Pieces, Wire, WireError
 from legato.config import ConfigError
 
@@ -149,7 +150,8 @@ async def ask(wire: Wire, endpoint: Endpoint, messages: Sequence[Message], sched
 
 async def _follow(body: Pieces, reply: Reply) -> None:
     counted, done = 0, False
-    async for at, data in _events(body):
+    async for said in EventReader(body).events():
+        at, data = said.at, said.data
         if data == b"[DONE]":
             done = True
             break
@@ -185,18 +187,6 @@ def _content(choice: Mapping[str, Any]) -> tuple[str, bool]:
     delta: Mapping[str, Any] = choice.get("delta") or {}
     text = delta.get("content") or ""
     return text, bool(text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls"))
-
-
-async def _events(body: Pieces) -> Pieces:
-    """The `data` of server-sent events, each with the time at which its last byte came."""
-    pending = b""
-    async for at, received in body:
-        pending += received.replace(b"\r\n", b"\n")
-        *events, pending = pending.split(b"\n\n")
-        for event in events:
-            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield at, b"\n".join(lines)
 
 
 def _message(body: bytes) -> str:

@@ -17,7 +17,7 @@ import msgspec
 from legato.bench.load.endpoint import Endpoint
 from legato.bench.load.wire import Wire, WireError
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE)
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 _DRAFTS = (
     ("legato_draft_rounds_total", "legato_accepted_tokens_total"),
     ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"),
@@ -44,10 +44,15 @@ class AcceptLength:
 async def snapshot(wire: Wire, endpoint: Endpoint) -> Snapshot:
     """What `/metrics` and `/server_info` say now; nothing where they do not answer."""
     counters: dict[str, float] = {}
-    text = (await _get(wire, endpoint, "/metrics")).decode("utf-8", "replace")
-    for name, value in _SAMPLE.findall(text):
-        counters[name] = counters.get(name, 0.0) + float(value)
+    for name, _, value in samples(await _get(wire, endpoint, "/metrics")):
+        counters[name] = counters.get(name, 0.0) + value
     return Snapshot(counters, _average(await _get(wire, endpoint, "/server_info")))
+
+
+def samples(page: bytes) -> list[tuple[str, str, float]]:
+    """Name, labels (as they are written) and value of every sample of a page in Prometheus' text format."""
+    found = _SAMPLE.findall(page.decode("utf-8", "replace"))
+    return [(name, labels, float(value)) for name, labels, value in found]
 
 
 def accept_length(before: Snapshot, after: Snapshot) -> AcceptLength | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,14 +102,14 @@ class Source:
         (text,) = session.turns
         wanted = CHARACTERS_PER_TOKEN * self.input_tokens
         if len(text) < wanted:
-            pieces = [piece for held in _read(HELD_OUT) for piece in held.turns]
+            pieces = _held_out()
             while len(text) < wanted:
                 text = draw.choice(pieces) + "\n\n" + text
         return Session((text[-wanted:],), session.system)
 
     def _agent(self, number: int, draw: random.Random) -> Session:
         """One coding agent at work: a long system prompt that all share, then turns that bring a file or a tool's output."""
-        pieces = [piece for session in _read(HELD_OUT) for piece in session.turns]
+        pieces = _held_out()
         shared = random.Random(f"agents {self.seed}")
         system = "You are a coding agent. The repository:\n\n" + "\n\n".join(shared.sample(pieces, min(8, len(pieces))))
         length = self._length(600)
@@ -123,6 +124,12 @@ class Source:
             raise ConfigError(f"--turns must be at least 1, got {self.turns}")
         if self.input_tokens is not None and self.input_tokens < 1:
             raise ConfigError(f"--input-tokens must be at least 1, got {self.input_tokens}")
+
+
+@cache
+def _held_out() -> tuple[str, ...]:
+    """The shipped held-out texts, read once."""
+    return tuple(piece for session in _read(HELD_OUT) for piece in session.turns)
 
 
 def _vocabulary(bits: float) -> list[str]:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from legato.bench.load.endpoint import Reply
-from legato.bench.record import without_nan
 from legato.config import ConfigError
 
 
@@ -177,8 +176,8 @@ class Summary:
         )
 
     def fields(self) -> dict[str, Any]:
-        """As JSON; NaN becomes null."""
-        return without_nan(asdict(self))
+        """As a part of a record; NaN where nothing was measured."""
+        return asdict(self)
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:

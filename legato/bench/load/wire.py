@@ -53,9 +53,11 @@ class Wire:
 
     async def get(self, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Fetches a whole page: its status and body. Raises as `post` does."""
-        status, body = await self._request("GET", path, b"", headers)
-        async with aclosing(body):
-            return status, b"".join([piece async for _, piece in body])
+        return await _whole(*await self._request("GET", path, b"", headers))
+
+    async def ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Sends a request; returns the status and the whole body. Raises as `post` does."""
+        return await _whole(*await self._request("POST", path, body, headers))
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Pieces]:
         """Sends a request; returns the status, and the body piece by piece with the time at which each piece was received.
@@ -158,6 +160,11 @@ class _Connection:
     def close(self) -> None:
         """Closes it; what is under way is given up."""
         self._writer.close()
+
+
+async def _whole(status: int, body: Pieces) -> tuple[int, bytes]:
+    async with aclosing(body):
+        return status, b"".join([piece async for _, piece in body])
 
 
 def _parts(url: str) -> SplitResult:

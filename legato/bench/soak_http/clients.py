@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from urllib.parse import urlsplit
 
+from legato.bench.load.events import EventReader
 from legato.bench.load.wire import Pieces, Wire, WireError
 from legato.bench.soak_http.asks import Ask, Asks
 from legato.bench.soak_http.ledger import Ledger
@@ -97,19 +98,20 @@ class Clients:
 
     async def _whole(self, ask: Ask, pieces: Pieces) -> Reply:
         assert ask.api is not None
-        body = b"".join([piece async for _, piece in pieces])
-        self.num_bytes += len(body)
+        body = b"".join([piece async for _, piece in self._counted(pieces)])
         return read_whole(ask.api, json.loads(body))
 
     async def _streamed(self, wire: Wire, ask: Ask, pieces: Pieces) -> Reply | None:
         """The reply; `None` where the client left before its end."""
         assert ask.api is not None
         reply, patience = Reply(), self._draw.randrange(1, 6)
-        async for name, data in self._events(pieces):
-            if data == "[DONE]":
+        reader = EventReader(self._counted(pieces))
+        async for event in reader.events():
+            self.num_chunks += 1
+            if event.data == b"[DONE]":
                 reply.has_ended = True
                 continue
-            read_event(ask.api, reply, name, json.loads(data))
+            read_event(ask.api, reply, event.name, json.loads(event.data))
             patience -= 1
             if patience == 0 and ask.conduct == "leaves":
                 self.ledger.left(ask, reply)
@@ -118,29 +120,22 @@ class Clients:
                 await self._abort(reply.id)
             if patience >= 0 and ask.conduct == "dawdles":
                 await asyncio.sleep(self._draw.random())
+        if reader.rest:
+            raise ReplyError(f"the stream ended within an event: {reader.rest[:100]!r}")
         if not reply.has_ended:
             raise ReplyError("the stream ended before the reply did")
         return reply
 
-    async def _events(self, pieces: Pieces) -> AsyncGenerator[tuple[str, str]]:
-        """Name and data of the events of a stream; comments are passed over."""
-        pending = b""
-        async for _, received in pieces:
+    async def _counted(self, pieces: Pieces) -> Pieces:
+        """The same pieces, counted."""
+        async for at, received in pieces:
             self.num_bytes += len(received)
-            *events, pending = (pending + received).split(b"\n\n")
-            for event in events:
-                fields = dict(line.split(": ", 1) for line in event.decode().split("\n") if not line.startswith(":"))
-                if fields:
-                    self.num_chunks += 1
-                    yield fields.get("event", ""), fields["data"]
-        if pending:
-            raise ReplyError(f"the stream ended within an event: {pending[:100]!r}")
+            yield at, received
 
     async def _abort(self, id: str) -> None:
         async with Wire(self._url, TIMEOUT_S) as wire:
-            status, pieces = await wire.post("/abort_request", json.dumps({"rid": id}).encode(), _JSON)
-            async with aclosing(pieces):
-                body = json.loads(b"".join([piece async for _, piece in pieces]))
+            status, told = await wire.ask("/abort_request", json.dumps({"rid": id}).encode(), _JSON)
+        body = json.loads(told)
         if status != 200 or body != {"aborted": 1}:
             self.ledger.wrong.append(f"/abort_request of an open request: {status} {body}")
 

@@ -11,7 +11,7 @@ import pytest
 from legato.server.client import EngineFailed, RequestRefused
 from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
-from tests.server.test_api_wire import Server
+from tests.server.scripted import Server, named_events
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {
@@ -42,15 +42,7 @@ class Messages(Server):
         return reply.json()
 
     def events(self, **fields: Any) -> list[dict[str, Any]]:
-        reply = self.ask(stream=True, **fields)
-        assert reply.status_code == 200, reply.text
-        found: list[dict[str, Any]] = []
-        for part in reply.text.split("\n\n"):
-            if part and not part.startswith(":"):
-                name, data = part.split("\n")
-                found.append(json.loads(data.removeprefix("data: ")))
-                assert name == f"event: {found[-1]['type']}"
-        return found
+        return named_events(self.ask(stream=True, **fields))
 
     def refusal(self, status: int, **fields: Any) -> str:
         reply = self.ask(**fields)

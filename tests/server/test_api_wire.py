@@ -6,7 +6,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,82 +15,19 @@ import httpx2
 import pytest
 
 from legato.server import sse
-from legato.server.app import create_app
 from legato.server.chat_request import ChatRequest
-from legato.server.client import EngineFailed, GenerationRequest, RequestRefused
-from legato.server.metrics import Metrics
+from legato.server.client import EngineFailed, RequestRefused
 from legato.server.openai_completions import CompletionRequest
 from legato.server.service import ModelText
 from legato.server.settings import Access, Replies, RequestLimits, ServerSettings
 from legato.server.validation import known_fields
-from tests.server.fake_engine import FakeEngine
-from tests.server.live import Live
+from tests.server.scripted import HI, TOOL, Server, error_of
 
 OWN_ROUTES = (
     "/v1/chat", "/v1/completions", "/v1/responses", "/v1/models",
     "/tokenize", "/generate", "/health", "/ready", "/v1/health", "/ping", "/metrics",
     "/server_info", "/version", "/flush", "/reset", "/abort", "/start", "/stop",
 )  # fmt: skip
-HI = [{"role": "user", "content": "hi"}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
-    },
-}
-
-
-class Server:
-    """A live server around a scripted engine, and a client to it."""
-
-    def __init__(self, text: ModelText, settings: ServerSettings) -> None:
-        self.text, self.width = text, 3
-        self.said = "<think>Hmm, let me see.</think>The answer is 5. <|user|>"
-        self.engine = FakeEngine(self._script)
-        self.metrics = Metrics("small")
-
-        async def start() -> Any:
-            async def end() -> None: ...
-
-            return create_app(self.engine, text, settings, self.metrics), end  # type: ignore[arg-type]
-
-        self.live = Live(start)
-        self.http = httpx2.Client(base_url=self.live.url, timeout=20)
-
-    def _script(self, request: GenerationRequest) -> Sequence[Sequence[int]]:
-        """What is said behind the prompt: its `<think>` stands in the prompt already."""
-        text = (
-            self.said.removeprefix("<think>")
-            if self.text.tokenizer.control["<think>"] in request.prompt[-2:]
-            else self.said
-        )
-        ids = self.text.tokenizer.encode_template(text)
-        return [ids[at : at + self.width] for at in range(0, len(ids), self.width)]
-
-    def reset(self) -> None:
-        self.said = "<think>Hmm, let me see.</think>The answer is 5. <|user|>"
-        self.engine.step_s, self.engine.fault, self.engine.fault_at, self.engine.state = 0.0, None, 0, "ready"
-        self.engine.prefill_chunk = 10**9
-        self.engine.seen.clear()
-        self.engine.left.clear()
-
-    def chat(self, **fields: Any) -> httpx2.Response:
-        return self.http.post("/v1/chat/completions", json={"messages": HI, **fields})
-
-    def chunks(self, path: str = "/v1/chat/completions", **fields: Any) -> list[Any]:
-        """The events of a stream, the last of which must be [DONE]."""
-        body = {"stream": True, **({"messages": HI} if "chat" in path else {}), **fields}
-        reply = self.http.post(path, json=body)
-        assert reply.status_code == 200, reply.text
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in reply.text.split("\n\n") if line and not line.startswith(":")]
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-    def close(self) -> None:
-        self.http.close()
-        self.live.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +55,6 @@ def made(small_text: ModelText) -> Iterator[Callable[[ServerSettings], Server]]:
     yield make
     for each in servers:
         each.close()
-
-
-def error_of(reply: httpx2.Response, status: int) -> dict[str, Any]:
-    assert reply.status_code == status, reply.text
-    assert set(reply.json()) == {"error"}
-    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
-    return reply.json()["error"]
 
 
 # -- wire format ------------------------------------------------------------------------------------------------------

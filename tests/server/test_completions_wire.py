@@ -12,7 +12,7 @@ import pytest
 from legato.server.client import RequestRefused
 from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
-from tests.server.test_api_wire import TOOL, Server, error_of
+from tests.server.scripted import TOOL, Server, error_of
 
 PROMPT = list(range(10, 20))
 

@@ -18,7 +18,7 @@ from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
 from legato.server.sse import fault_event
 from legato.server.validation import known_fields
-from tests.server.test_api_wire import Server, error_of
+from tests.server.scripted import Server, error_of, named_events
 
 TOOL = {
     "type": "function",
@@ -43,14 +43,7 @@ class Responses(Server):
         return reply.json()
 
     def events(self, **fields: Any) -> list[dict[str, Any]]:
-        reply = self.ask(stream=True, **fields)
-        assert reply.status_code == 200, reply.text
-        found: list[dict[str, Any]] = []
-        for part in reply.text.split("\n\n"):
-            if part and not part.startswith(":"):
-                name, data = part.split("\n")
-                found.append(json.loads(data.removeprefix("data: ")))
-                assert name == f"event: {found[-1]['type']}"
+        found = named_events(self.ask(stream=True, **fields))
         assert [event["sequence_number"] for event in found] == list(range(len(found)))
         return found
 

@@ -59,7 +59,7 @@ def _generate(what: flags.GenerateFlags, sampling: flags.SamplingFlags, engine: 
     params = sampling.params(
         n=what.n, ignore_eos=what.ignore_eos, logprobs=what.logprobs, prompt_logprobs=what.prompt_logprobs
     )
-    config = engine.config()
+    config = engine.engine()
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in what.prompts]
     from legato.cli import preflight
 
@@ -78,7 +78,7 @@ app.command("generate")(
 
 
 def _chat(what: flags.ChatFlags, sampling: flags.ChatSamplingFlags, engine: flags.EngineFlags) -> None:
-    params, config, arguments = sampling.params(), engine.config(), what.arguments()
+    params, config, arguments = sampling.params(), engine.engine(), what.arguments()
     from legato.cli import preflight
 
     config = preflight.check_chat(config, arguments)

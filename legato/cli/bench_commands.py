@@ -234,7 +234,7 @@ def bench_isl(
         threads=threads,
         op=op,
     )
-    config = engine.config()
+    config = engine.engine()
     found = run(config, numbers("--lengths", lengths), output_tokens, json)
     if pictures is not None and plot is not None:
         pictures.isl(found, plot)

@@ -51,7 +51,7 @@ class EngineFlags:
     threads: options.Threads = None
     op: options.Ops = None
 
-    def config(self) -> Config:
+    def engine(self) -> Config:
         """The settings that the flags name.
 
         Raises:

@@ -34,7 +34,6 @@ class LoadingDisplay:
     """Progress of loading: a bar in a terminal; elsewhere a line for each stage, and one every few seconds."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

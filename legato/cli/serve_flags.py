@@ -6,7 +6,7 @@ an HTTP library. Called by `legato.__main__`, which makes a command of `ServeFla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ import typer
 
 from legato.cli import options
 from legato.cli.flags import EngineFlags
-from legato.config import Config, ConfigError, ScheduleConfig, api_key_from_environment
+from legato.config import Config, ConfigError, api_key_from_environment
 from legato.server.settings import (
     Access,
     Listen,
@@ -44,7 +44,7 @@ def flag(panel: str, *names: str, text: str, default: bool = False) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeFlags:
+class ServeFlags(EngineFlags):
     """What was given, or the default. The settings' own types check the values."""
 
     model: Annotated[
@@ -118,29 +118,10 @@ class ServeFlags:
     otlp_traces_endpoint: Annotated[
         str | None, flag(LOGS, text="Send OpenTelemetry traces there (OTLP over HTTP); needs the extra otel.")
     ] = None
-    num_drafts: options.NumDrafts = None
-    device: options.Device = "auto"
-    context: options.Context = None
-    max_running: options.MaxRunning = ScheduleConfig().max_running
-    max_waiting: options.MaxWaiting = None
-    chunk_tokens: options.ChunkTokens = ScheduleConfig().chunk_tokens
-    cache_tokens: options.CacheTokens = None
-    prefix_cache: options.PrefixCache = True
-    host_tokens: options.HostTokens = 0
-    latent: options.Latent = "auto"
-    index: options.Index = "auto"
-    dtype: options.Dtype = "auto"
-    overlap: options.Overlap = "auto"
-    score_budget: options.ScoreBudget = None
-    verify_speculation: options.VerifySpeculation = 0.0
-    threads: options.Threads = None
-    op: options.Ops = None
 
     def engine(self) -> Config:
         """The engine's settings. Raises `ConfigError`."""
-        shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(EngineFlags)}
-        shared["model"] = self.model if self.model is not None else self.model_flag
-        return EngineFlags(**shared).config()
+        return EngineFlags.engine(self if self.model is not None else replace(self, model=self.model_flag))
 
     def server(self) -> ServerSettings:
         """The server's settings, but for what the checkpoint recommends. Raises `ConfigError`, `SettingsError`."""

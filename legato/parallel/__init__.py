@@ -1,1 +1,9 @@
-"""Ranks: who takes part in a model's computation, and how their partial results meet."""
+"""Ranks of one tensor-parallel group: who a rank is (`mesh`), and how partial sums and shards become whole (`communicators`).
+
+Knows ops and nothing above them. Called by `legato.model`, which is handed a mesh and a communicator and asks for neither.
+"""
+
+from legato.parallel.communicators import Communicator, SingleRank
+from legato.parallel.mesh import ONE_RANK, Mesh
+
+__all__ = ["ONE_RANK", "Communicator", "Mesh", "SingleRank"]

@@ -1,6 +1,6 @@
-"""How the partial sums of a sharded model meet: the protocol that the layers see, and the communicator of a single rank.
+"""How ranks exchange: the protocol that the layers call, and the communicator of a rank that is alone.
 
-Owns what layers may ask of other ranks. Must not know layers, weights or how ranks were started. Passed down by the
+Owns what the model may ask of other ranks. Must not know layers, formats or how ranks were started. Passed down by the
 runtime; called by `legato.model`.
 """
 
@@ -12,45 +12,41 @@ from typing import Protocol
 from torch import Tensor
 
 from legato.ops import add_rms_norm
+from legato.parallel.mesh import ONE_RANK, Mesh
 
 
 class Communicator(Protocol):
-    """The ranks of one model. Every rank makes the same calls in the same order, with shapes of its own share."""
+    """What a rank's layers ask of the group. Every rank makes the same calls in the same order, and gets the same bits."""
 
     @property
-    def rank(self) -> int:
-        """Which of the ranks this is, from 0."""
+    def mesh(self) -> Mesh:
+        """Who this rank is."""
         ...
-
-    @property
-    def num_ranks(self) -> int: ...
 
     def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """h = residual + the sum of all ranks' `partial`, and rms_norm(h, weight, eps): both [T, D], the same bits on
-        every rank."""
+        """h = residual + the sum of all ranks' `partial`, and rms_norm(h, weight, eps): both [T, D]."""
         ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, in x's shape, the same bits on every rank."""
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' `partial`, in its shape, added in the order of ranks."""
         ...
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' `x` side by side along `dim`, in the order of ranks."""
+    def all_gather(self, shard: Tensor, dim: int) -> Tensor:
+        """All ranks' shards side by side along `dim`, in the order of ranks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
-    """A model that is not sharded."""
+    """One rank that holds the whole model: partial sums are sums, shards are whole."""
 
-    rank: int = 0
-    num_ranks: int = 1
+    mesh: Mesh = ONE_RANK
 
     def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(residual, partial, weight, eps)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return x
+    def all_gather(self, shard: Tensor, dim: int) -> Tensor:
+        return shard

@@ -6,7 +6,7 @@ Computes rows; decides nothing about which rows run. Called by the runtime.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -16,6 +16,7 @@ from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import GlmWeights
 from legato.ops import rms_norm
+from legato.parallel.communicators import Communicator, SingleRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Glm:
 
     spec: ModelSpec
     weights: GlmWeights
+    communicator: Communicator = field(default_factory=SingleRank)
 
     def hidden(self, ids: Tensor, step: Step, caches: Sequence[LayerCache]) -> Tensor:
         """Runs rows through every layer; their latents and index keys are stored on the way.
@@ -36,11 +38,17 @@ class Glm:
         Returns:
             [T, D] hidden states *after* `model.norm`: what the head reads, and what the MTP layer is fed.
         """
-        x = embedding(ids, self.weights.embed)
+        layers, spec = self.weights.layers, self.spec
+        h = embedding(ids, self.weights.embed)
+        next_norms = [*(layer.input_norm for layer in layers), self.weights.norm]
+        normed = rms_norm(h, next_norms[0], spec.rms_eps)
         selection: Selection | None = None
-        for weights, cache, kind in zip(self.weights.layers, caches, self.spec.indexer_kinds, strict=False):
-            x, selection = decoder_layer(x, weights, cache, step, selection if kind == "shared" else None, self.spec)
-        return rms_norm(x, self.weights.norm, self.spec.rms_eps)
+        for layer, cache, kind, next_norm in zip(layers, caches, spec.indexer_kinds, next_norms[1:], strict=False):
+            reused = selection if kind == "shared" else None
+            h, normed, selection = decoder_layer(
+                h, normed, layer, cache, step, reused, next_norm, spec, self.communicator
+            )
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] float32 logits of post-norm hidden states."""

@@ -6,7 +6,7 @@ i, and predicts the token at i + 2. Called by the runtime.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
 from legato.ops import linear_draft, rms_norm
+from legato.parallel.communicators import Communicator, SingleRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Mtp:
     weights: MtpWeights
     embed: Tensor
     head: Tensor
+    communicator: Communicator = field(default_factory=SingleRank)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] float32 logits of drafts, for hidden states that `forward` returned."""
@@ -55,7 +57,10 @@ class Mtp:
         e = embedding(next_ids, self.embed) * (step.positions > 0).to(self.embed.dtype)[:, None]
         eps = self.spec.rms_eps
         u = torch.cat((rms_norm(e, self.weights.enorm, eps), rms_norm(hidden, self.weights.hnorm, eps)), dim=-1)
-        x, selection = decoder_layer(
-            self.weights.eh_proj.linear(u), self.weights.layer, cache, step, selection, self.spec
+        h = self.weights.eh_proj.linear(u)
+        layer = self.weights.layer
+        normed = rms_norm(h, layer.input_norm, eps)
+        _, normed, selection = decoder_layer(
+            h, normed, layer, cache, step, selection, self.weights.norm, self.spec, self.communicator
         )
-        return rms_norm(x, self.weights.norm, eps), selection
+        return normed, selection

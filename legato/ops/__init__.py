@@ -2,7 +2,7 @@
 meaning.
 
 Read the folders in this order and you have read the model: pointwise, gemm, cache, prologue, score, select, attend,
-experts, sample, rows. Imports torch and nothing of ours. Called by `legato.quant`, `legato.model` and `legato.runtime`.
+experts, sample, rows, reduce. Imports torch and nothing of ours. Called by `legato.quant`, `legato.model` and `legato.runtime`.
 """
 
 from legato.ops.attend import sparse_mha, sparse_mla
@@ -12,6 +12,7 @@ from legato.ops.gemm import linear_bf16, linear_draft, linear_fp8_block, linear_
 from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
 from legato.ops.prologue import quantize_index_query
+from legato.ops.reduce import add_rms_norm, all_reduce_add_norm
 from legato.ops.rows import advance_rows, cache_slots, gather_rows
 from legato.ops.sample import gumbel, logprobs, penalize, sample, verify
 from legato.ops.score import index_scores
@@ -21,7 +22,9 @@ __all__ = [
     "BindError",
     "Bindings",
     "Op",
+    "add_rms_norm",
     "advance_rows",
+    "all_reduce_add_norm",
     "bind",
     "cache_slots",
     "gather_index_pages",

@@ -9,7 +9,7 @@ import importlib
 
 from legato.ops.case import Case
 
-FOLDERS = ("pointwise", "gemm", "cache", "prologue", "score", "select", "attend", "experts", "sample", "rows")
+FOLDERS = ("pointwise", "gemm", "cache", "prologue", "score", "select", "attend", "experts", "sample", "rows", "reduce")
 
 
 def cases() -> tuple[Case, ...]:

@@ -86,6 +86,15 @@ def _rms(width: int) -> Callable[[Draw], Rowwise]:
     return make
 
 
+def _add_rms(width: int) -> Callable[[Draw], Rowwise]:
+    def make(draw: Draw) -> Rowwise:
+        weight = draw.normal(width)
+        rows = (draw.normal(POOL, width), draw.normal(POOL, width))
+        return Rowwise(rows, lambda x, delta: ops.add_rms_norm(x, delta, weight, 1e-5))
+
+    return make
+
+
 def _layer_norm(draw: Draw) -> Rowwise:
     weight, bias = draw.normal(128), draw.normal(128)
     return Rowwise((draw.normal(POOL, 128),), lambda x: ops.layer_norm(x, weight, bias, 1e-6))
@@ -257,6 +266,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     "linear_int4": _int4,
     **{f"linear_heads {shape}": _heads(*shape) for shape in ((4, 512, 64), (4, 64, 512), (4, 32, 24), (3, 20, 12))},
     **{f"rms_norm {width}": _rms(width) for width in (256, 512, 48, 100, 6144)},
+    **{f"add_rms_norm {width}": _add_rms(width) for width in (256, 100)},
     "layer_norm": _layer_norm,
     "rope main": _rope(ops.rope_interleaved, 64, 4, 128),
     "rope key": _rope(ops.rope_interleaved, 64, 1, 64),

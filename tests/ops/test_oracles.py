@@ -90,6 +90,19 @@ def rope_half(x, cos, sin, start):
 
 
 @oracle
+def add_rms_norm(x, delta, weight, eps):
+    h = (double(x) + double(delta)).to(x.dtype)  # rounded where the contract rounds it
+    return h, rms_norm(h, weight, eps)
+
+
+@oracle
+def all_reduce_add_norm(partial, residual, weight, eps, exchange):
+    everyone = torch.stack([double(one) for one in (*exchange.before, partial, *exchange.after)])
+    h = (everyone.sum(0) + double(residual)).to(residual.dtype)
+    return h, rms_norm(h, weight, eps)
+
+
+@oracle
 def swiglu(gate_up):
     gate, up = double(gate_up).chunk(2, -1)
     return gate / (1 + (-gate).exp()) * up

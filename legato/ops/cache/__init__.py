@@ -53,10 +53,28 @@ def store_latent(cache: Tensor, latent: Tensor, rope_key: Tensor, slots: Tensor)
 
 
 def _store_rows(flat: Tensor, rows: Tensor, slots: Tensor) -> None:
+    if slots.device.type != "cpu":
+        rows, slots = _repeated(flat[:1], rows, slots)
+        flat.index_copy_(0, slots, rows)
+        return
     kept = slots >= 0
     if not bool(kept.all()):
         rows, slots = rows[kept], slots[kept]
     flat.index_copy_(0, slots.to(torch.int64), rows)
+
+
+def _repeated(held: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, slots int64) in which what is skipped repeats the first row that is not, or else `held`, what slot 0 holds.
+
+    Nothing is read on the host and all writes to a slot are equal, so a captured graph may hold it.
+    """
+    if not rows.shape[0]:
+        return rows, slots.to(torch.int64)
+    kept = slots >= 0
+    first = kept.to(torch.int32).argmax(0, keepdim=True)
+    anchor = slots[first].clamp_min(0).to(torch.int64)
+    instead = torch.where(kept.any(), rows[first], held)
+    return torch.where(kept.unsqueeze(1), rows, instead), torch.where(kept, slots.to(torch.int64), anchor)
 
 
 @op(reference_ok=True)
@@ -98,14 +116,20 @@ def store_index_keys(cache: Tensor, keys: Tensor, slots: Tensor) -> None:
         _store_rows(cache.view(-1, keys.shape[-1]), keys, slots)
         return
     codes, scales = quantize_groups(keys)
-    kept = slots >= 0
-    if not bool(kept.all()):
-        codes, scales, slots = codes[kept], scales[kept], slots[kept]
-    slots = slots.to(torch.int64)
-    pages, offsets = slots // PAGE, slots % PAGE
     stored_keys, stored_scales = index_page_views(cache)
-    stored_keys.view(torch.uint8)[pages, offsets] = codes.view(torch.uint8)
-    stored_scales[pages, offsets] = scales.squeeze(-1)
+    stored_keys = stored_keys.view(torch.uint8)
+    rows = torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=-1)
+    if slots.device.type == "cpu":
+        kept = slots >= 0
+        if not bool(kept.all()):
+            rows, slots = rows[kept], slots[kept]
+        slots = slots.to(torch.int64)
+    else:
+        held = torch.cat((stored_keys[0, :1], stored_scales[0, :1, None].view(torch.uint8)), dim=-1)
+        rows, slots = _repeated(held, rows, slots)
+    pages, offsets = slots // PAGE, slots % PAGE
+    stored_keys[pages, offsets] = rows[:, :INDEX_WIDTH]
+    stored_scales[pages, offsets] = rows[:, INDEX_WIDTH:].contiguous().view(torch.float32)[:, 0]
 
 
 @op(reference_ok=True)

@@ -15,7 +15,16 @@ from torch import Tensor
 from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance, Where
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
-from legato.ops.invariant import block_matmul, column_blocks, float32, map_elements, matmul, pack_columns
+from legato.ops.invariant import (
+    ROW_BLOCK,
+    block_matmul,
+    column_blocks,
+    float32,
+    map_elements,
+    matmul,
+    pack_columns,
+    pad_rows,
+)
 from legato.ops.op import Op, op
 from legato.ops.pointwise import swiglu
 
@@ -50,7 +59,7 @@ def moe_bf16(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -
     up rows) and w2 [E, D, F] bfloat16 or float32, as stored or as `moe_bf16.pack` made them -> [T, D] in x's dtype.
     Only experts that some row chose are computed.
     """
-    return _moe(x, ids, weights, lambda run: (float32(w13[run]), float32(w2[run])))
+    return _moe(x, ids, weights, lambda run: (float32(w13[run]), float32(w2[run])), w13.shape[0])
 
 
 @op
@@ -70,7 +79,7 @@ def moe_fp8_block(
             dequantize_fp8_block(w2[run], w2_scale_inv[run]),
         )
 
-    return _moe(x, ids, weights, dequantized)
+    return _moe(x, ids, weights, dequantized, w13.shape[0])
 
 
 @op
@@ -99,7 +108,7 @@ def moe_nvfp4(
             dequantize_nvfp4(w2[run], w2_scale[run], w2_scale_2[run]),
         )
 
-    return _moe(x, ids, weights, dequantized)
+    return _moe(x, ids, weights, dequantized, w13.shape[0])
 
 
 @op
@@ -115,11 +124,13 @@ def moe_int4(
     def dequantized(run: slice) -> tuple[Tensor, Tensor]:
         return dequantize_int4(w13[run], w13_scale[run]), dequantize_int4(w2[run], w2_scale[run])
 
-    return _moe(x, ids, weights, dequantized)
+    return _moe(x, ids, weights, dequantized, w13.shape[0])
 
 
-def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights) -> Tensor:
+def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, num_experts: int) -> Tensor:
     """Each expert takes its rows in blocks of four; then every row sums its choices in order."""
+    if x.device.type != "cpu":
+        return _moe_masked(x, ids, weights, expert_weights, num_experts)
     rows = float32(x)
     num_rows, width = rows.shape
     choices = ids.shape[1]
@@ -143,6 +154,23 @@ def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights)
     terms = gathered.view(num_rows, choices, width) * weights.unsqueeze(-1)
     total = terms[:, 0]
     for choice in range(1, choices):
+        total = total + terms[:, choice]
+    return total.to(x.dtype)
+
+
+def _moe_masked(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, num_experts: int) -> Tensor:
+    """The same sum by running every expert on every row and keeping what was chosen: nothing is read on the host, so that
+    a graph can hold it. Rows go in blocks, as everywhere in the references."""
+    rows = pad_rows(x)
+    terms = rows.new_zeros(*ids.shape, x.shape[1])
+    for expert in range(num_experts):
+        w13, w2 = map(_columns, expert_weights(slice(expert, expert + 1)))
+        blocks = [block_matmul(swiglu.reference(block_matmul(block, w13)), w2) for block in rows.split(ROW_BLOCK)]
+        product = torch.cat(blocks)[: x.shape[0]]
+        terms = torch.where((ids == expert).unsqueeze(-1), product.unsqueeze(1), terms)
+    terms = terms * weights.unsqueeze(-1)
+    total = terms[:, 0]
+    for choice in range(1, ids.shape[1]):
         total = total + terms[:, choice]
     return total.to(x.dtype)
 

@@ -46,7 +46,7 @@ def rope_angles(positions: Tensor, theta: float, dim: int) -> tuple[Tensor, Tens
     training: at position 10^6 it has an error of up to 0.03 rad that the model has learnt. Once per step; all layers
     share it. Source: Su et al. 2021, arXiv:2104.09864.
     """
-    frequencies = torch.tensor(_frequencies(theta, dim), dtype=torch.float32, device=positions.device)
+    frequencies = _frequencies_on(positions.device, theta, dim)
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
     return map_elements(torch.cos, angles), map_elements(torch.sin, angles)
 
@@ -56,6 +56,12 @@ def _frequencies(theta: float, dim: int) -> tuple[float, ...]:
     """theta^(-2i/dim) in float64 on the host: the float32 powers of two devices differ in the last bit, and at position
     10^6 that bit is 0.05 rad."""
     return tuple(theta ** (-2 * i / dim) for i in range(dim // 2))
+
+
+@cache
+def _frequencies_on(device: torch.device, theta: float, dim: int) -> Tensor:
+    """Made once per device: a graph that is being captured cannot copy from the host."""
+    return torch.tensor(_frequencies(theta, dim), dtype=torch.float32, device=device)
 
 
 @op

@@ -56,6 +56,8 @@ def sample(
     renormalised probabilities reach top_p (at least one), of those the tokens with at least min_p times the best one's
     probability. The same logits, parameters, seed and position give the same token, whatever the other rows are.
     """
+    if logits.device.type != "cpu":
+        return _sample_all(logits, temperature, (top_k, top_p, min_p), seed, position)
     tokens = logits.argmax(-1)
     drawn = (temperature > 0).nonzero().view(-1)
     if drawn.numel():
@@ -65,21 +67,40 @@ def sample(
     return tokens
 
 
+def _sample_all(
+    logits: Tensor, temperature: Tensor, filters: tuple[Tensor, Tensor, Tensor], seed: Tensor, position: Tensor
+) -> Tensor:
+    """Every row drawn and filtered, whether it asks for it or not, and then the right result kept: the shapes depend on no
+    value, so a captured graph may hold it."""
+    is_drawn = (temperature > 0).unsqueeze(1)
+    scaled = logits.to(torch.float32) / torch.where(is_drawn, temperature.unsqueeze(1), 1.0)
+    top_k, top_p, min_p = filters
+    is_filtered = ((top_k > 0) | (top_p < 1) | (min_p > 0)).unsqueeze(1)
+    kept = torch.where(is_filtered, _cut_tail(scaled, top_k, top_p, min_p), scaled)
+    noisy = kept + gumbel(seed, position, logits.shape[1])
+    return torch.where(is_drawn, noisy, logits.to(torch.float32)).argmax(-1)
+
+
 def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """`scaled` with -inf at every token that the filters remove; rows with all filters off stay as they are."""
     active = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().view(-1)
     if not active.numel():
         return scaled
-    top_k, top_p, min_p = top_k[active].unsqueeze(1), top_p[active].unsqueeze(1), min_p[active].unsqueeze(1)
-    ordered, ids = scaled[active].sort(dim=-1, descending=True, stable=True)
+    kept = scaled.clone()
+    kept[active] = _cut_tail(scaled[active], top_k[active], top_p[active], min_p[active])
+    return kept
+
+
+def _cut_tail(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The same with every row filtered; a filter that is off removes nothing."""
+    top_k, top_p, min_p = top_k.unsqueeze(1), top_p.unsqueeze(1), min_p.unsqueeze(1)
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     ordered = ordered.masked_fill((rank >= top_k) & (top_k > 0), -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     before = probabilities.cumsum(-1) - probabilities
     removed = ((before >= top_p) & (top_p < 1) & (rank > 0)) | (probabilities < min_p * probabilities[:, :1])
-    kept = scaled.clone()
-    kept[active] = torch.full_like(ordered, -torch.inf).scatter_(1, ids, ordered.masked_fill(removed, -torch.inf))
-    return kept
+    return torch.full_like(ordered, -torch.inf).scatter_(1, ids, ordered.masked_fill(removed, -torch.inf))
 
 
 @op

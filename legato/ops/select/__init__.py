@@ -33,7 +33,7 @@ def top_k(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: 
     """
     counts = lengths.clamp_max(k).to(torch.int32)
     width = min(k, scores.shape[1])
-    longest = int(lengths.max()) if lengths.numel() else 0
+    longest = _longest(scores, lengths)
     if longest <= k:
         positions = torch.arange(width, device=scores.device).expand(scores.shape[0], width)
     else:
@@ -46,6 +46,13 @@ def top_k(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: 
     slots = (pages << PAGE_BITS) | (positions & (PAGE - 1))
     slots = slots.masked_fill(torch.arange(width, device=scores.device) >= counts.unsqueeze(1), -1).to(torch.int32)
     return (slots if width == k else functional.pad(slots, (0, k - width), value=-1)), counts
+
+
+def _longest(scores: Tensor, lengths: Tensor) -> int:
+    """Positions that are looked at. Only where the host holds the lengths does it read them: elsewhere it would wait."""
+    if lengths.device.type != "cpu":
+        return scores.shape[1]
+    return int(lengths.max()) if lengths.numel() else 0
 
 
 def _case(rows: int, k: int, longest: int, ties: int, on: Where = "any") -> Case:

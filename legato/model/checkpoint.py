@@ -9,7 +9,7 @@ by tensor on request.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -128,6 +128,17 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name`, memory-mapped where the platform allows it: treat it as read-only. Raises
         `CheckpointError`."""
+        return self._read(name, lambda handle, stored_name: handle.get_tensor(stored_name))
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` of the tensor `name`; nothing else is read. Raises `CheckpointError`."""
+        return self._read(name, lambda handle, stored_name: handle.get_slice(stored_name)[start:stop])
+
+    def read_columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Columns `start` to `stop` of the matrix `name`, contiguous. Raises `CheckpointError`."""
+        return self._read(name, lambda handle, stored_name: handle.get_slice(stored_name)[:, start:stop].contiguous())
+
+    def _read(self, name: str, how: Callable[[Any, str], Any]) -> torch.Tensor:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(
@@ -142,7 +153,7 @@ class Checkpoint:
                 ]
             )
         try:
-            tensor = cast("torch.Tensor", self._handle(info.file).get_tensor(info.stored_name))
+            tensor = cast("torch.Tensor", how(self._handle(info.file), info.stored_name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 [

@@ -7,31 +7,33 @@ formats (`quant`) beyond calling them. Called once per rank at start-up. Shape l
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
-from legato.model.faults import CheckpointError, Problem
-from legato.model.inventory import Inventory, Stored, survey
+from legato.model.inventory import survey
 from legato.model.names import layer_prefix
+from legato.model.reader import Placement, Reader, Residency
+from legato.model.shards import regions, vocabulary_rows
 from legato.model.spec import ModelSpec
-from legato.quant.dense import DenseExperts, DenseWeight, Triple
-from legato.quant.join import concatenate
-from legato.quant.stored import build, collect, stackable
+from legato.parallel.mesh import ONE_RANK, Mesh
+from legato.quant.formats import split_multiple
 from legato.quant.weight import Experts, Weight
 
+__all__ = [
+    "AttentionWeights",
+    "GlmWeights",
+    "IndexerWeights",
+    "LayerWeights",
+    "MlpWeights",
+    "MoeWeights",
+    "MtpWeights",
+    "Residency",
+    "load_weights",
+]
+
 logger = logging.getLogger(__name__)
-
-
-class Residency(Enum):
-    """DENSE: every weight is dequantised once, to the model's dtype. STORED: weights stay in the format of the
-    checkpoint."""
-
-    DENSE = "dense"
-    STORED = "stored"
 
 
 @dataclass(frozen=True)
@@ -120,106 +122,36 @@ def load_weights(
     dtype: torch.dtype,
     resident: Residency,
     progress: Progress = no_progress,
+    mesh: Mesh = ONE_RANK,
 ) -> GlmWeights:
-    """Loads every weight that `spec` asks for, or nothing.
+    """Loads every weight that `spec` asks for, or nothing; of tensors that are split over ranks, this rank's part alone.
 
     Names, shapes and dtypes of the whole checkpoint are checked before the first byte is read; scales are checked as
     they are read. Norms and dense weights come in `dtype`; router, its bias and the index gates in float32; experts
     that mix formats are dequantised. With `spec.has_mtp` false the MTP layer is neither read nor fetched; `mtp` is None
     also where the checkpoint has none.
-    What the survey warns of is logged. Raises `CheckpointError`.
+    Sharded: H, F and the head's W are a rank's share (decision 9 says how each divides).
+    What the survey warns of is logged. Raises `CheckpointError`, and `SpecError` for widths that the ranks do not divide.
     """
     inventory = survey(checkpoint, spec)
     inventory.require()
     for warning in inventory.warnings:
         logger.warning(warning)
-    reader = _Reader(checkpoint, inventory, torch.device(device), dtype, resident, progress)
+    borders = regions(inventory, spec, mesh)
+    reader = Reader(checkpoint, inventory, borders, Placement(torch.device(device), dtype, resident), progress)
     loader = _Loader(spec, reader)
     embed = reader.float_tensor("model.embed_tokens.weight")
     layers = tuple(loader.layer(layer) for layer in range(spec.num_layers))
     mtp = loader.mtp() if inventory.has_mtp else None
-    return GlmWeights(embed, layers, reader.float_tensor("model.norm.weight"), reader.linear("lm_head"), mtp)
-
-
-class _Reader:
-    """Reads single tensors and weights, checks scale values, counts bytes."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        inventory: Inventory,
-        device: torch.device,
-        dtype: torch.dtype,
-        resident: Residency,
-        progress: Progress,
-    ) -> None:
-        self.checkpoint, self.inventory, self.device, self.dtype = checkpoint, inventory, device, dtype
-        self.resident, self.progress = resident, progress
-        self.done_bytes, self.total_bytes = 0, inventory.nbytes
-
-    def float_tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        tensor = self._read(name)
-        return tensor.to(self.device, dtype or self.dtype)
-
-    def stored(self, module: str) -> Weight:
-        """The weight as it lies in the checkpoint, on the CPU, with its scales checked."""
-        entry = self.inventory.linears[module]
-        tensors = {suffix: self._read(name) for suffix, name in entry.names.items()}
-        if "weight_shape" in tensors and tuple(tensors["weight_shape"].tolist()) != entry.expected.shape:
-            shape = tensors["weight_shape"].tolist()
-            raise self._fault(entry, "weight_shape", f"{list(entry.expected.shape)}", f"{shape}")
-        weight = build(entry.format, tensors)
-        if (found := weight.fault()) is not None:
-            spellings = (f"weight_{found.part}", "weight_scale", "weight_scale_inv")
-            suffix = next(suffix for suffix in spellings if suffix in entry.names)
-            raise self._fault(entry, suffix, "finite scales above zero", found.found)
-        return weight
-
-    def linear(self, module: str) -> Weight:
-        return self._place(self.stored(module))
-
-    def joined(self, modules: list[str]) -> Weight:
-        """Weights over one input as one weight."""
-        return concatenate([self._place(self.stored(module)) for module in modules])
-
-    def dense(self, module: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.stored(module).dequantize(dtype).to(self.device)
-
-    def experts(self, prefix: str, spec: ModelSpec) -> Experts:
-        modules = [
-            [f"{prefix}{expert}.{part}_proj" for part in ("gate", "up", "down")] for expert in range(spec.num_experts)
-        ]
-        formats = [self.inventory.linears[module].format for triple in modules for module in triple]
-
-        def triples() -> Iterator[Triple]:
-            for gate, up, down in modules:
-                yield self.stored(gate), self.stored(up), self.stored(down)
-
-        if self.resident is Residency.DENSE or not stackable(formats, spec.expert_intermediate):
-            return DenseExperts.collect(triples(), spec.num_experts, self.dtype, self.device)
-        return collect(formats[0], triples(), spec.num_experts, self.dtype, self.device)
-
-    def _place(self, weight: Weight) -> Weight:
-        if self.resident is Residency.DENSE or isinstance(weight, DenseWeight):
-            return DenseWeight(weight.dequantize(self.dtype).to(self.device))
-        return weight.to(self.device)
-
-    def _read(self, name: str) -> torch.Tensor:
-        tensor = self.checkpoint.read(name)
-        self.done_bytes += self.checkpoint.tensors[name].nbytes
-        self.progress(self.done_bytes, self.total_bytes, name)
-        return tensor
-
-    def _fault(self, entry: Stored, suffix: str, wanted: str, found: str) -> CheckpointError:
-        info = self.checkpoint.tensors[entry.names[suffix]]
-        remedy = "The checkpoint is damaged: fetch or convert it again."
-        return CheckpointError([Problem(info.file, info.stored_name, wanted, found, remedy)])
+    multiple = split_multiple(inventory.linears["lm_head"].format, 0)
+    head = reader.head("lm_head", vocabulary_rows(spec, multiple, mesh))
+    return GlmWeights(embed, layers, reader.float_tensor("model.norm.weight"), head, mtp)
 
 
 class _Loader:
     """Assembles layers from the reader's weights: the order of the table in `legato.model.names`."""
 
-    def __init__(self, spec: ModelSpec, reader: _Reader) -> None:
+    def __init__(self, spec: ModelSpec, reader: Reader) -> None:
         self.spec, self.reader = spec, reader
 
     def layer(self, layer: int) -> LayerWeights:
@@ -247,7 +179,7 @@ class _Loader:
     def _attention(self, prefix: str, layer: int) -> AttentionWeights:
         spec, reader = self.spec, self.reader
         kv_b = reader.dense(prefix + "kv_b_proj", reader.dtype)
-        heads = kv_b.view(spec.num_heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
+        heads = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
         return AttentionWeights(
             qkv_a=reader.joined([prefix + "q_a_proj", prefix + "kv_a_proj_with_mqa"]),
             q_a_norm=reader.float_tensor(prefix + "q_a_layernorm.weight"),
@@ -278,6 +210,6 @@ class _Loader:
         return MoeWeights(
             gate=reader.dense(prefix + "gate", torch.float32),
             bias=reader.float_tensor(prefix + "gate.e_score_correction_bias", torch.float32),
-            experts=reader.experts(prefix + "experts.", self.spec),
+            experts=reader.experts(prefix + "experts.", self.spec.num_experts),
             shared=self._mlp(prefix + "shared_experts.") if self.spec.num_shared_experts else None,
         )

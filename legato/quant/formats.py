@@ -162,3 +162,19 @@ def split_multiple(stored: Format, axis: int) -> int:
     if stored is Format.FP8_BLOCK:
         return BLOCK
     return column_multiple(stored) if axis == 1 else 1
+
+
+def part_span(stored: Format, suffix: str) -> tuple[int, int] | None:
+    """How many rows and columns of the weight one entry of a part stands for; None for a part that describes the whole
+    weight and is never split."""
+    if suffix in ("weight_scale_2", "weight_shape"):
+        return None
+    if stored is Format.FP8_BLOCK:
+        return (1, 1) if suffix == "weight" else (BLOCK, BLOCK)
+    if stored is Format.NVFP4:
+        return (1, 2) if suffix == "weight" else (1, NVFP4_GROUP)
+    if stored is Format.INT4_PACKED:
+        return (1, 8) if suffix == "weight_packed" else (1, BLOCK)
+    if stored is Format.INT4_NIBBLES:
+        return (1, 2) if suffix == "weight" else (1, BLOCK)
+    return (1, 1)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 import legato
-from legato.cli import flags, serve_flags
+from legato.cli import flags, options, serve_flags
 from legato.cli.bench_commands import app as bench_app
 from legato.cli.serve_command import ServeCommand
 
@@ -169,6 +169,25 @@ def validate_server(
     knows_nothing = {"auto": None, "on": False, "off": True}[quality]
     wanted = Wanted(url, model, api_key, knows_nothing, tuple(only or ()), timeout, accept_tokens)
     if not run(wanted, output):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OP]...", help="Only these ops; by default all.", show_default=False),
+    ] = None,
+    device: options.Device = "auto",
+    output: Annotated[Literal["text", "json"], typer.Option(help="text, or JSON on stdout.")] = "text",
+) -> None:
+    """Examines this machine: versions, GPU, and every op's results and speed here; says what is missing and the fix.
+
+    Exit code 1 if something is broken.
+    """
+    from legato.cli.doctor import run
+
+    if not run(device, ops or [], output):
         raise typer.Exit(1)
 
 

@@ -52,6 +52,7 @@ def attention(
         ValueError: no selection was passed and the layer has no indexer.
     """
     num_rows, rank, latent_dim = x.shape[0], spec.q_lora_rank, spec.kv_lora_rank
+    num_heads = weights.w_uk.shape[0]  # of this rank
     qkv = weights.qkv_a.linear(x)
     q_lora = rms_norm(qkv[:, :rank], weights.q_a_norm, spec.latent_eps)
     latent = rms_norm(qkv[:, rank : rank + latent_dim], weights.kv_a_norm, spec.latent_eps)
@@ -63,13 +64,13 @@ def attention(
             raise ValueError("a layer without an indexer was given no selection to reuse")
         selection = select(x, q_lora, weights.indexer, cache.index, step, spec)
 
-    q = weights.q_b.linear(q_lora).view(num_rows, spec.num_heads, spec.nope_dim + spec.rope_dim)
+    q = weights.q_b.linear(q_lora).view(num_rows, num_heads, spec.nope_dim + spec.rope_dim)
     q = rope_interleaved(q, step.cos, step.sin, spec.nope_dim)
     q_latent = linear_heads(q[..., : spec.nope_dim], weights.w_uk.transpose(1, 2))
     q = torch.cat((q_latent, q[..., spec.nope_dim :]), dim=-1)
     o_latent = sparse_mla(q, cache.latent, selection.slots, selection.counts, spec.attention_scale, latent_dim)
     o = linear_heads(o_latent, weights.w_uv)
-    return weights.o.linear(o.reshape(num_rows, spec.num_heads * spec.v_dim)), selection
+    return weights.o.linear(o.reshape(num_rows, num_heads * spec.v_dim)), selection
 
 
 def select(

@@ -6,7 +6,7 @@ Computes rows; decides nothing about which rows run. Called by the runtime.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -16,7 +16,7 @@ from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import GlmWeights
 from legato.ops import rms_norm
-from legato.parallel.communicators import Communicator, SingleRank
+from legato.parallel.communicators import ALONE, Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Glm:
 
     spec: ModelSpec
     weights: GlmWeights
-    communicator: Communicator = field(default_factory=SingleRank)
+    communicator: Communicator = ALONE
 
     def hidden(self, ids: Tensor, step: Step, caches: Sequence[LayerCache]) -> Tensor:
         """Runs rows through every layer; their latents and index keys are stored on the way.
@@ -51,5 +51,6 @@ class Glm:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T, W] float32 logits of post-norm hidden states."""
-        return self.weights.lm_head.linear(hidden).float()
+        """[T, W] float32 logits of post-norm hidden states, of the whole vocabulary on every rank."""
+        shard = self.weights.lm_head.linear(hidden).float()
+        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]

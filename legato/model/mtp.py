@@ -6,7 +6,7 @@ i, and predicts the token at i + 2. Called by the runtime.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
 from legato.ops import linear_draft, rms_norm
-from legato.parallel.communicators import Communicator, SingleRank
+from legato.parallel.communicators import ALONE, Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,12 @@ class Mtp:
     weights: MtpWeights
     embed: Tensor
     head: Tensor
-    communicator: Communicator = field(default_factory=SingleRank)
+    communicator: Communicator = ALONE
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] float32 logits of drafts, for hidden states that `forward` returned."""
-        return linear_draft(hidden, self.head).float()
+        shard = linear_draft(hidden, self.head).float()
+        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]
 
     def forward(
         self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None

@@ -3,7 +3,7 @@
 Knows ops and nothing above them. Called by `legato.model`, which is handed a mesh and a communicator and asks for neither.
 """
 
-from legato.parallel.communicators import Communicator, SingleRank
+from legato.parallel.communicators import ALONE, Communicator, SingleRank
 from legato.parallel.mesh import ONE_RANK, Mesh
 
-__all__ = ["ONE_RANK", "Communicator", "Mesh", "SingleRank"]
+__all__ = ["ALONE", "ONE_RANK", "Communicator", "Mesh", "SingleRank"]

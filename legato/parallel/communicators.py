@@ -50,3 +50,7 @@ class SingleRank:
 
     def all_gather(self, shard: Tensor, dim: int) -> Tensor:
         return shard
+
+
+ALONE = SingleRank()
+"""The communicator of a model that is not sharded."""

@@ -1,0 +1,54 @@
+"""The communicator of one rank that runs without the others: for timing a rank's share of the work on one device.
+
+Owns the count of exchanges that a group would have made. Must not be used to generate: what comes out is one rank's partial
+result. Called by `legato.bench.slice`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from legato.ops import add_rms_norm
+from legato.parallel.mesh import Mesh
+
+
+@dataclass(slots=True)
+class Exchanges:
+    """Calls since the last `clear`, with the bytes that this rank would have sent."""
+
+    sums: int = 0
+    gathers: int = 0
+    num_bytes: int = 0
+
+    def clear(self) -> None:
+        """Starts the count anew."""
+        self.sums = self.gathers = self.num_bytes = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBack:
+    """Rank `mesh.rank` of a group that is not there. Sums are its own part; gathered shards are its own shard, repeated."""
+
+    mesh: Mesh
+    exchanges: Exchanges = field(default_factory=Exchanges)
+
+    def add_norm(self, partial: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self._note(partial)
+        return add_rms_norm(residual, partial, weight, eps)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        self._note(partial)
+        return partial
+
+    def all_gather(self, shard: Tensor, dim: int) -> Tensor:
+        self.exchanges.gathers += 1
+        self.exchanges.num_bytes += shard.nbytes
+        repeats = [1] * shard.dim()
+        repeats[dim] = self.mesh.size
+        return shard.repeat(repeats)
+
+    def _note(self, partial: Tensor) -> None:
+        self.exchanges.sums += 1
+        self.exchanges.num_bytes += partial.nbytes

@@ -8,10 +8,18 @@ experts, sample, rows, reduce. Imports torch and nothing of ours. Called by `leg
 from legato.ops.attend import sparse_mha, sparse_mla
 from legato.ops.cache import gather_index_pages, gather_latent, store_index_keys, store_latent
 from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
-from legato.ops.gemm import linear_bf16, linear_draft, linear_fp8_block, linear_heads, linear_int4, linear_nvfp4
+from legato.ops.gemm import (
+    linear_bf16,
+    linear_bf16_normed,
+    linear_draft,
+    linear_fp8_block,
+    linear_heads,
+    linear_int4,
+    linear_nvfp4,
+)
 from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
-from legato.ops.prologue import quantize_index_query
+from legato.ops.prologue import prologue_full, prologue_shared, quantize_index_query
 from legato.ops.reduce import add_rms_norm, all_reduce_add_norm
 from legato.ops.rows import advance_rows, cache_slots, gather_rows
 from legato.ops.sample import gumbel, logprobs, penalize, sample, verify
@@ -34,6 +42,7 @@ __all__ = [
     "index_scores",
     "layer_norm",
     "linear_bf16",
+    "linear_bf16_normed",
     "linear_draft",
     "linear_fp8_block",
     "linear_heads",
@@ -45,6 +54,8 @@ __all__ = [
     "moe_int4",
     "moe_nvfp4",
     "penalize",
+    "prologue_full",
+    "prologue_shared",
     "quantize_index_query",
     "registered",
     "rms_norm",

@@ -15,6 +15,7 @@ from legato import ops
 from legato.ops.cache import index_cache, latent_cache
 from legato.ops.case import Draw
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
+from legato.ops.prologue import IndexNorm, LatentNorm, Places
 
 POOL = 37
 COUNTS = (1, 6, 8, 9, 16, 37)
@@ -214,6 +215,27 @@ def _store(dtype: torch.dtype) -> Callable[[Draw], Rowwise]:
     return make
 
 
+def _prologue(draw: Draw) -> Rowwise:
+    """A full layer: queries, index queries and gates, and what is read back of both caches."""
+    w_uk, norm = draw.normal(4, 64, 512, scale=0.1), LatentNorm(draw.normal(512), 1e-5)
+    index_norm = IndexNorm(draw.normal(128), draw.normal(128), 1e-6)
+    cos, sin = ops.rope_angles(draw.integers(POOL, low=0, high=1 << 20), 8e6, 64)
+    rows = draw.normal(POOL, 128 + 576 + 160), draw.normal(POOL, 4 * 128 + 4096), cos, sin, draw.distinct(POOL, 384)
+
+    def run(qkv: Tensor, q: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        cache, keys = torch.zeros(6, 64, 656, dtype=torch.uint8), torch.zeros(6, 8448, dtype=torch.uint8)
+        made = ops.prologue_full(qkv, q, w_uk, norm, index_norm, Places(cos, sin, slots), cache, keys)
+        pages = ops.gather_index_pages(keys, torch.arange(6)).view(384, 128)
+        return made[0], made[1].float(), made[2], ops.gather_latent(cache, slots), pages[slots.long()]
+
+    return Rowwise(rows, run)
+
+
+def _normed(draw: Draw) -> Rowwise:
+    norm, weight = draw.normal(128), ops.linear_bf16_normed.pack(draw.normal(832, 128))
+    return Rowwise((draw.normal(POOL, 128),), lambda x: ops.linear_bf16_normed(x, norm, 1e-5, weight))
+
+
 def _sample(vocab: int) -> Callable[[Draw], Rowwise]:
     def make(draw: Draw) -> Rowwise:
         kind = torch.arange(POOL) % 6
@@ -261,6 +283,8 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     "linear bfloat16": _linear(320, 256, torch.bfloat16),
     **{f"linear transposed {width}x{depth}": _transposed(width, depth) for width, depth in ((832, 256), (72, 48))},
     **{f"linear packed {width}x{depth}": _packed(width, depth) for width, depth in ((832, 256), (8192, 256), (48, 24))},
+    "linear_bf16_normed": _normed,
+    "prologue_full": _prologue,
     "linear_fp8_block": _fp8,
     "linear_nvfp4": _nvfp4,
     "linear_int4": _int4,

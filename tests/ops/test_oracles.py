@@ -149,6 +149,11 @@ def linear_bf16(x, weight, residual=None):
 
 
 @oracle
+def linear_bf16_normed(x, norm, eps, weight):
+    return rms_norm(x, norm, eps) @ double(weight).T
+
+
+@oracle
 def linear_fp8_block(x, weight, scale_inv, residual=None):
     return _product(x, _fp8(weight, scale_inv), residual)
 
@@ -293,6 +298,56 @@ def quantize_index_query(q, gates):
             codes[row, head] = VALUE_OF_CODE[list(written)]
             folded[row, head] *= scale
     return codes, folded
+
+
+def _stored(cache: Tensor, slots: Tensor, rows: Tensor, read: Callable) -> Tensor:
+    """The whole cache as numbers, with `rows` at `slots`."""
+    whole = torch.stack([read(cache, slot) for slot in range(cache.shape[0] * 64)])
+    for row, slot in zip(rows, slots.tolist()):
+        if slot >= 0:
+            whole[slot] = row.to(cache.dtype) if cache.is_floating_point() else row
+    return whole
+
+
+def _through_bytes(row: Tensor, width: int) -> Tensor:
+    """`row` rounded to e4m3 in groups of `width`."""
+    groups = [_group(row[at : at + width].tolist()) for at in range(0, row.shape[0], width)]
+    return torch.cat([VALUE_OF_CODE[list(codes)] * scale for codes, scale in groups])
+
+
+def _first_rotated(x, places):
+    return rope_interleaved(x, places.cos, places.sin, 0)
+
+
+@oracle
+def prologue_shared(qkv, q, w_uk, norm, places, cache):
+    heads, nope, width = w_uk.shape
+    latent = rms_norm(qkv[:, -width - 64 : -64], norm.weight, norm.eps).to(qkv.dtype)
+    rope_key = _first_rotated(qkv[:, None, -64:], places)[:, 0].to(qkv.dtype)
+    rows = torch.cat((double(latent), double(rope_key)), 1)
+    if cache.dtype == torch.uint8:
+        rows = torch.stack([torch.cat((_through_bytes(row[:512], 128), row[512:])) for row in rows])
+    stored = _stored(cache, places.slots, rows, latent_row)
+    q = q.view(-1, heads, nope + 64)
+    into = torch.einsum("thn,hnc->thc", double(q[..., :nope]), double(w_uk))
+    rope = rope_interleaved(q, places.cos, places.sin, nope)[..., nope:]
+    return torch.cat((into, rope), -1), stored if cache.dtype == torch.uint8 else stored.view(cache.shape)
+
+
+@oracle
+def prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys):
+    heads, nope = w_uk.shape[:2]
+    shared = heads * (nope + 64)
+    absorbed, stored = prologue_shared(qkv[:, :-160], q[:, :shared], w_uk, norm, places, cache)
+    key = layer_norm(qkv[:, -160:-32], index_norm.weight, index_norm.bias, index_norm.eps).to(qkv.dtype)
+    key = double(_first_rotated(key[:, None], places)[:, 0].to(qkv.dtype))
+    queries = _first_rotated(q[:, shared:].view(-1, 32, 128), places).to(qkv.dtype)
+    gates = double(qkv[:, -32:]) / 64
+    if keys.dtype == torch.uint8:
+        key = torch.stack([_through_bytes(row, 128) for row in key])
+        queries, gates = quantize_index_query(queries, gates)
+    written = _stored(keys, places.slots, key, lambda cache, slot: index_row(cache, slot // 64, slot % 64))
+    return absorbed, queries, gates, stored, written.view(-1, 64, 128)
 
 
 @oracle

@@ -152,12 +152,12 @@ def gather_index_pages(cache: Tensor, page_ids: Tensor) -> Tensor:
 _PAGES = 6
 
 
-def latent_cache(draw: Draw, dtype: torch.dtype) -> Tensor:
-    """A latent cache of six pages, 512 + 64 wide, filled with tokens; for cases here and in `attend`."""
+def latent_cache(draw: Draw, dtype: torch.dtype, pages: int = _PAGES) -> Tensor:
+    """A latent cache of some pages, 512 + 64 wide, filled with tokens; for cases here, in `prologue` and in `attend`."""
     width = LATENT_BYTES if dtype == torch.uint8 else LATENT_WIDTH + LATENT_ROPE
-    cache = torch.zeros(_PAGES, PAGE, width, dtype=dtype, device=draw.device)
-    tokens = draw.normal(_PAGES * PAGE, LATENT_WIDTH), draw.normal(_PAGES * PAGE, LATENT_ROPE)
-    store_latent.reference(cache, *tokens, torch.arange(_PAGES * PAGE, device=draw.device))
+    cache = torch.zeros(pages, PAGE, width, dtype=dtype, device=draw.device)
+    tokens = draw.normal(pages * PAGE, LATENT_WIDTH), draw.normal(pages * PAGE, LATENT_ROPE)
+    store_latent.reference(cache, *tokens, torch.arange(pages * PAGE, device=draw.device))
     return cache
 
 

@@ -18,6 +18,7 @@ from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, de
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.invariant import ROW_BLOCK, float32, matmul, pack_columns
 from legato.ops.op import Op, op
+from legato.ops.pointwise import rms_norm
 
 
 def _linear(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
@@ -34,6 +35,15 @@ def linear_bf16(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Te
     x [T, K], weight [N, K] bfloat16 or float32, as stored or as `linear_bf16.pack` made it, residual [T, N] -> [T, N].
     """
     return _linear(x, weight, residual)
+
+
+@op(pack=pack_columns)
+def linear_bf16_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """rms_norm(x, norm, eps) @ weight.T: a product whose rows are normed on the way in.
+
+    x [T, K], norm [K], weight [N, K] bfloat16 or float32, as stored or as `linear_bf16_normed.pack` made it -> [T, N].
+    """
+    return _linear(rms_norm.reference(x, norm, eps), weight, None)
 
 
 @op
@@ -131,6 +141,25 @@ def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dty
     )
 
 
+def _normed_case(rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
+    outputs, inputs = shape
+    return Case(
+        linear_bf16_normed,
+        f"linear_bf16_normed rows={rows} n={outputs} k={inputs} {str(dtype)[6:]}",
+        lambda draw: (
+            draw.normal(rows, inputs, dtype=dtype, scale=3.0),
+            1 + draw.normal(inputs, dtype=dtype, scale=0.2),
+            1e-5,
+            draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5),
+        ),
+        Tolerance(2.0**-6, 2.0**-6) if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        weights=(3,),
+        bytes=(outputs * inputs + rows * (outputs + inputs)) * dtype.itemsize,
+        flops=2 * rows * outputs * inputs,
+        on=on,
+    )
+
+
 def _heads_case(rows: int, heads: int, shape: tuple[int, int], dtype: torch.dtype) -> Case:
     outputs, inputs = shape
     return Case(
@@ -170,6 +199,12 @@ _FORMATS = (linear_bf16, linear_fp8_block, linear_nvfp4, linear_int4)
 CASES = (
     *(_weight_case(linear_draft, rows, (576, 256), torch.float32, "any") for rows in (1, 5)),
     *(_weight_case(linear_draft, rows, (19360, 6144), torch.bfloat16, "gpu") for rows in (1, 4)),
+    *(_normed_case(rows, (576, 256), torch.float32, "any") for rows in (1, 9)),
+    *(
+        _normed_case(rows, shape, torch.bfloat16, "gpu")
+        for shape in ((2048, 2048), (6144, 2048))
+        for rows in (1, 6, 16)
+    ),
     *(_weight_case(linear, rows, (576, 256), torch.float32, "any") for linear in _FORMATS for rows in (1, 6, 37)),
     *(_weight_case(linear, 6, (512, 384), torch.bfloat16, "any") for linear in _FORMATS),
     # Widths that no block divides: 320 = two and a half blocks of the FP8 scale, 72 columns of output.

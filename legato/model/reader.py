@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from typing import Protocol
 
 import torch
 
@@ -38,6 +39,36 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     resident: Residency
+
+
+class WeightSource(Protocol):
+    """Where the loader has its weights from, by the names of `legato.model.names`: a checkpoint, or a generator."""
+
+    dtype: torch.dtype
+
+    def float_tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor that is never quantised, in `dtype` or the model's."""
+        ...
+
+    def linear(self, module: str) -> Weight:
+        """The rank's part of a weight, in the format it is kept in."""
+        ...
+
+    def joined(self, modules: list[str]) -> Weight:
+        """Weights over one input as one weight."""
+        ...
+
+    def dense(self, module: str, dtype: torch.dtype) -> torch.Tensor:
+        """The rank's part of a weight as a plain tensor."""
+        ...
+
+    def experts(self, prefix: str, num_experts: int) -> Experts:
+        """The rank's part of all experts whose modules begin with `prefix`."""
+        ...
+
+    def head(self, module: str, num_rows: int) -> Weight:
+        """The rank's rows of the output head, padded to `num_rows`."""
+        ...
 
 
 class Reader:

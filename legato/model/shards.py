@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from legato.model.inventory import Inventory, Stored
+from legato.model.inventory import Inventory
 from legato.model.names import Expected, Group, Split
 from legato.model.spec import ModelSpec, SpecError
 from legato.parallel.mesh import Mesh
-from legato.quant.formats import part_span, split_multiple
+from legato.quant.formats import Format, part_span, split_multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def regions(inventory: Inventory, spec: ModelSpec, mesh: Mesh) -> dict[str, Regi
         if stored.expected.split is Split.REPLICATED:
             continue
         axis = 0 if stored.expected.split is Split.ROWS else 1
-        start, stop = _share(stored, axis, spec, mesh)
+        start, stop = share_of(stored.expected, stored.format, spec, mesh)
         for suffix, name in stored.names.items():
             span = part_span(stored.format, suffix)
             if span is not None:
@@ -59,9 +59,16 @@ def vocabulary_rows(spec: ModelSpec, multiple: int, mesh: Mesh) -> int:
     return -(-each // multiple) * multiple
 
 
-def _share(stored: Stored, axis: int, spec: ModelSpec, mesh: Mesh) -> tuple[int, int]:
-    entry = stored.expected
-    width, multiple = entry.shape[axis], split_multiple(stored.format, axis)
+def share_of(entry: Expected, stored: Format, spec: ModelSpec, mesh: Mesh) -> tuple[int, int]:
+    """Where a rank's rows (or columns, where those are split) of a weight in a format begin and end.
+
+    Raises:
+        SpecError: as `regions`.
+    """
+    axis = 0 if entry.split is Split.ROWS else 1
+    width, multiple = entry.shape[axis], split_multiple(stored, axis)
+    if not mesh.is_sharded:
+        return 0, width
     if entry.group is Group.HEAD:
         each = vocabulary_rows(spec, multiple, mesh)
         return min(mesh.rank * each, width), min((mesh.rank + 1) * each, width)
@@ -70,7 +77,7 @@ def _share(stored: Stored, axis: int, spec: ModelSpec, mesh: Mesh) -> tuple[int,
     side = "rows" if axis == 0 else "columns"
     if width % (mesh.size * multiple):
         unit = f" in blocks of {multiple}" if multiple > 1 else ""
-        raise _indivisible(entry, f"{width} {side} ({stored.format.value}{unit})", _FIELDS[entry.group], mesh)
+        raise _indivisible(entry, f"{width} {side} ({stored.value}{unit})", _FIELDS[entry.group], mesh)
     share = mesh.share(width)
     return share.start, share.stop
 

@@ -7,14 +7,14 @@ formats (`quant`) beyond calling them. Called once per rank at start-up. Shape l
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import survey
 from legato.model.names import layer_prefix
-from legato.model.reader import Placement, Reader, Residency
+from legato.model.reader import Placement, Reader, Residency, WeightSource
 from legato.model.shards import regions, vocabulary_rows
 from legato.model.spec import ModelSpec
 from legato.parallel.mesh import ONE_RANK, Mesh
@@ -30,6 +30,7 @@ __all__ = [
     "MoeWeights",
     "MtpWeights",
     "Residency",
+    "assemble",
     "load_weights",
 ]
 
@@ -139,19 +140,24 @@ def load_weights(
         logger.warning(warning)
     borders = regions(inventory, spec, mesh)
     reader = Reader(checkpoint, inventory, borders, Placement(torch.device(device), dtype, resident), progress)
-    loader = _Loader(spec, reader)
-    embed = reader.float_tensor("model.embed_tokens.weight")
-    layers = tuple(loader.layer(layer) for layer in range(spec.num_layers))
-    mtp = loader.mtp() if inventory.has_mtp else None
     multiple = split_multiple(inventory.linears["lm_head"].format, 0)
-    head = reader.head("lm_head", vocabulary_rows(spec, multiple, mesh))
-    return GlmWeights(embed, layers, reader.float_tensor("model.norm.weight"), head, mtp)
+    return assemble(replace(spec, has_mtp=inventory.has_mtp), reader, vocabulary_rows(spec, multiple, mesh))
+
+
+def assemble(spec: ModelSpec, source: WeightSource, head_rows: int) -> GlmWeights:
+    """Every weight that `spec` asks for, in the order in which a checkpoint has them; `head_rows` on this rank."""
+    loader = _Loader(spec, source)
+    embed = source.float_tensor("model.embed_tokens.weight")
+    layers = tuple(loader.layer(layer) for layer in range(spec.num_layers))
+    mtp = loader.mtp() if spec.has_mtp else None
+    norm = source.float_tensor("model.norm.weight")
+    return GlmWeights(embed, layers, norm, source.head("lm_head", head_rows), mtp)
 
 
 class _Loader:
     """Assembles layers from the reader's weights: the order of the table in `legato.model.names`."""
 
-    def __init__(self, spec: ModelSpec, reader: Reader) -> None:
+    def __init__(self, spec: ModelSpec, reader: WeightSource) -> None:
         self.spec, self.reader = spec, reader
 
     def layer(self, layer: int) -> LayerWeights:

@@ -54,14 +54,18 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """Where and how tensors are computed. `threads` of the CPU; `None`: one core less than there are, at most 4. `ops`
-    overrides the implementation of single ops, e.g. `{"attend": "reference"}`. `score_bytes` bounds the memory for index scores,
-    which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a CPU, 1 GiB on
-    a GPU."""
+    """Where and how tensors are computed. `dtype` of activations and dense weights: "auto" is bfloat16 on a GPU, for which its
+    kernels are made, and float32 on a CPU. `graphs`: whether decoding runs as CUDA graphs ("auto": on a GPU). `kernel_cache`: the
+    directory of compiled kernels; `None`: ~/.cache/legato/kernels. `threads` of the CPU; `None`: one core less than there are, at
+    most 4. `ops` overrides the implementation of single ops, e.g. `{"attend": "reference"}`. `score_bytes` bounds the memory for
+    index scores, which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a
+    CPU, 1 GiB on a GPU."""
 
     device: str = "auto"
     dtype: DType = "auto"
     overlap: Switch = "auto"
+    graphs: Switch = "auto"
+    kernel_cache: str | None = None
     threads: int | None = None
     ops: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     score_bytes: int | None = None
@@ -129,6 +133,8 @@ class Resolved:
     overlap: bool
     threads: int | None
     ops: Mapping[str, str]
+    graphs: bool = False
+    kernel_cache: str | None = None
     prefix_cache: bool = True
     host_tokens: int = 0
     score_bytes: int = CPU_SCORE_BYTES
@@ -175,6 +181,8 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
     if config.num_drafts and not has_mtp:
         raise ConfigError(f"num_drafts {config.num_drafts} needs an MTP layer, and the checkpoint has none; use 0")
     on_cpu = device == "cpu"
+    if on_cpu and execution.graphs == "on":
+        raise ConfigError("graphs on was asked for, but a CPU runs none; use auto or off")
     context = schedule.context if schedule.context is not None else max_position
     if context > max_position:
         raise ConfigError(f"context {context} is longer than the {max_position} tokens the checkpoint states")
@@ -184,7 +192,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         cache_tokens = max(cache_tokens, context + PAGE_SIZE)
     return Resolved(
         device=device,
-        dtype="float32" if execution.dtype == "auto" else execution.dtype,
+        dtype=("float32" if on_cpu else "bfloat16") if execution.dtype == "auto" else execution.dtype,
         latent=("float32" if on_cpu else "bfloat16") if config.cache.latent == "auto" else config.cache.latent,
         index="fp8" if config.cache.index == "auto" else config.cache.index,
         num_drafts=(5 if has_mtp else 0) if config.num_drafts is None else config.num_drafts,
@@ -193,6 +201,8 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         context=context,
         cache_tokens=cache_tokens,
         overlap=execution.overlap == "on" or (execution.overlap == "auto" and not on_cpu),
+        graphs=execution.graphs != "off" and not on_cpu,
+        kernel_cache=execution.kernel_cache,
         threads=_cpu_threads(os.cpu_count() or 1) if on_cpu and execution.threads is None else execution.threads,
         ops=execution.ops,
         prefix_cache=config.cache.prefix,

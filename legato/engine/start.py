@@ -5,6 +5,9 @@ The only place that joins model, runtime and scheduler. Called by `legato.llm` a
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +21,17 @@ from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.ops import bind
+from legato.parallel import ALONE, Communicator
 from legato.runtime.runner import Runner
+from legato.runtime.warmup import warm_up
 from legato.schedule import Limits, Scheduler
 
+LOG = logging.getLogger(__name__)
+
+TARGETS = {(9, 0): "sm90"}
+"""Compute capability -> the target whose kernels are made for it."""
+CUDA_EXTRA = ("cuda.core", "cuda.bindings")
+"""Modules of the extra `cuda` that kernels need."""
 EMBEDDED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "small"
 """The small trained checkpoint that ships with the package."""
 
@@ -57,7 +68,10 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
     if settings.device != "cpu":
         # References in float32 are law on every device; TF32 would round their products to 10 bits.
         torch.backends.cuda.matmul.allow_tf32 = False
-    bind((), settings.ops)
+    targets = targets_of(settings.device)
+    if targets and settings.kernel_cache is not None:
+        importlib.import_module("legato.ops.build").STORE.directory = Path(settings.kernel_cache).expanduser()
+    bind(targets, settings.ops)
     if not settings.num_drafts:
         spec = replace(spec, has_mtp=False)
     weights = load_weights(
@@ -68,11 +82,33 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
         resident=Residency.DENSE,
         progress=progress,
     )
-    return Started(build_engine(spec, weights, settings), spec, settings, checkpoint)
+    return Started(build_engine(spec, weights, settings, progress=progress), spec, settings, checkpoint)
 
 
-def build_engine(spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> Engine:
-    """Scheduler and runner around loaded weights."""
+def targets_of(device: str) -> tuple[str, ...]:
+    """Targets whose kernels run on a device, best first: none on a CPU, on another GPU, or where what they need is missing,
+    which is logged with the remedy."""
+    if device == "cpu":
+        return ()
+    target = TARGETS.get(torch.cuda.get_device_capability(device))
+    if target is None:
+        LOG.warning("no kernels are made for %s; PyTorch's run instead", torch.cuda.get_device_name(device))
+        return ()
+    missing = [name for name in CUDA_EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        LOG.warning("the kernels need %s: pip install 'legato[cuda]'; PyTorch's run instead", ", ".join(missing))
+        return ()
+    return (target,)
+
+
+def build_engine(
+    spec: ModelSpec,
+    weights: GlmWeights,
+    settings: Resolved,
+    communicator: Communicator = ALONE,
+    progress: Progress = no_progress,
+) -> Engine:
+    """Scheduler and warm runner around loaded weights; the communicator is that of the weights' mesh."""
     limits = Limits(
         max_running=settings.max_running,
         chunk_tokens=settings.chunk_tokens,
@@ -85,4 +121,6 @@ def build_engine(spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> En
         host_pages=settings.host_pages,
     )
     check = SelfCheck(settings.verify_speculation if settings.num_drafts else 0.0)
-    return Engine(Scheduler(limits), Runner(spec, weights, settings), settings.overlap, check)
+    runner = Runner(spec, weights, settings, communicator)
+    warm_up(runner, lambda label, done, total: progress(done, total, label))
+    return Engine(Scheduler(limits), runner, settings.overlap, check)

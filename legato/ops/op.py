@@ -20,15 +20,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 REFERENCE = "reference"
-#: Targets on which every op is expected to have its own implementation: falling back to a reference there is an error,
-#: not a warning.
+#: Targets whose implementations are tested on their device.
 TESTED_TARGETS = frozenset({"sm90"})
 
 _REGISTRY: dict[str, Op[..., Any]] = {}
 
 
 class BindError(Exception):
-    """An op or implementation that does not exist was asked for, or a tested target lacks one it needs."""
+    """An op or implementation that does not exist was asked for."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,8 @@ def op(
 ) -> Any:
     """Declare the decorated function as an op and as its own reference.
 
-    `reference_ok=True` says that the reference may serve on a tested target (it is off the hot path, or already one
-    kernel there). `pack` is the reference's own `Op.pack`.
+    `reference_ok=True` says that the reference may serve on every target (it is off the hot path, or already one kernel
+    there). `pack` is the reference's own `Op.pack`.
     """
 
     def declare(function: Callable[..., Any]) -> Op[..., Any]:
@@ -144,9 +143,9 @@ def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> 
     `targets`: names in order of preference, e.g. ("sm90",); empty on a CPU. For each op the first target with an
     implementation wins; only `legato/ops/<folder>/<target>.py` files that exist are imported. `overrides` maps an op
     name or a folder name to a target or to "reference"; an op's own entry beats its folder's.
-    Raises BindError for an unknown op, folder or implementation (with the nearest name), and for an op without an
-    implementation on a tested target unless it is `reference_ok` or overridden to its reference. Elsewhere such ops are
-    named in one warning.
+    Ops without an implementation for any of the targets run their references, and are named in one warning unless they
+    are `reference_ok` or overridden. Raises BindError for an unknown op, folder or implementation (with the nearest
+    name).
     """
     wanted = dict(overrides or {})
     ops = registered()
@@ -163,10 +162,7 @@ def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> 
             fallbacks.append(declared.name)
     _check_overrides(ops, wanted)
     if fallbacks:
-        tested = [target for target in targets if target in TESTED_TARGETS]
         message = f"no implementation for {', '.join(targets)}: {', '.join(fallbacks)}"
-        if tested:
-            raise BindError(f"{message}. Attach one, or override it (op=reference).")
         warnings.warn(f"{message}; their PyTorch references run instead.", stacklevel=2)
     for declared, implementation in chosen.items():
         declared.bound = implementation

@@ -1,7 +1,7 @@
 """From a plan to the tensors of one iteration: rows in order, where they stand, and which of them sample.
 
 Rows of known tokens (prompts, chunks) come first; then K + 1 rows for every decoding request, whose tokens and position are
-read from the device table, never from the host. Called by the runner.
+read from the device table, never from the host. A batch that only decodes is made on the device alone. Called by the runner.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from legato.model.step import Step
 from legato.ops import cache_slots, gather_rows, rope_angles
 from legato.plan import Plan
 from legato.runtime.rows import Rows
+from legato.runtime.staging import staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain:
         lists.sampler_rows.append(row)
 
     def column(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return staged(values, torch.int64, device)
 
     device_rows, offset = column(lists.device_rows), column(lists.offset)
     decoding, depth = device_rows[num_known:], offset[num_known:]
@@ -123,14 +124,46 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain:
     return Batch(ids, next_ids, step, samplers)
 
 
+def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, num_drafts: int) -> Batch:
+    """The batch in which B requests verify K drafts each, and nothing else runs.
+
+    Its shapes are a function of B and K, and nothing is read on the host, so that a graph can hold it. A request that verifies
+    fewer drafts than K (`rows.num_drafts`) has K + 1 rows all the same; what the rest of them say is not used.
+
+    Args:
+        sampler_rows: [B] int64 device rows; row 0, which is padding, any number of times.
+        rows: the device table.
+        spec: the model's shapes.
+        num_drafts: K.
+    """
+    device, num_requests, width = sampler_rows.device, sampler_rows.shape[0], num_drafts + 1
+    depth = torch.arange(width, device=device)
+    row_index = torch.arange(num_requests * width, device=device).view(num_requests, width)
+    device_rows = sampler_rows[:, None].expand(-1, width).reshape(-1)
+    offset = depth.expand(num_requests, -1).reshape(-1)
+    ids, positions = gather_rows(rows.tokens, rows.lengths, device_rows, offset)
+    offered = rows.num_drafts[sampler_rows].clamp(max=num_drafts)
+    samplers = Samplers(
+        rows=sampler_rows,
+        base=rows.lengths[sampler_rows],
+        num_drafts=offered,
+        drafts=rows.tokens[sampler_rows, 1:width],
+        row_index=row_index,
+        sampler_of=row_index.reshape(-1) // width,
+        offset=offset,
+    )
+    return Batch(ids, torch.zeros_like(ids), make_step(positions, device_rows, rows, spec), samplers)
+
+
 def make_step(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpec) -> Step:
     """Where rows stand: slots through the page table, visible lengths, rotary tables.
 
-    Rows of a finished request store nothing. The page table is cut to the pages that the longest row can see, which changes no
-    result and bounds the score matrix.
+    Rows of a finished request store nothing. On a CPU the page table is cut to the pages that the longest row can see, which
+    changes no result and bounds the score matrix; on a GPU the host does not know them, and lengths on the device say the same.
     """
-    # The widest row decides how many pages are scored; on a GPU this one read belongs to the reference runtime only.
-    num_pages = min(int(positions.max()) // PAGE_SIZE + 1, rows.page_table.shape[1])
+    num_pages = rows.page_table.shape[1]
+    if positions.device.type == "cpu":
+        num_pages = min(int(positions.max()) // PAGE_SIZE + 1, num_pages)
     slots = cache_slots(rows.page_table, device_rows, positions).masked_fill(rows.done[device_rows], -1)
     return _step(positions, device_rows, rows.page_table[:, :num_pages], slots, spec)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ def choose_general(logits: Tensor, rows: Rows, device_rows: Tensor, positions: T
         rows.seed[device_rows],
         positions,
     )
+
+
+Variant = Literal["greedy", "general"]
+CHOICES: Mapping[Variant, Choose] = {"greedy": choose_greedy, "general": choose_general}
 
 
 class Draw(Protocol):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from legato.model.step import LayerCache
 from legato.plan import Move, Offload
+from legato.runtime.staging import staged
 
 
 class HostPages:
@@ -41,7 +42,7 @@ class HostPages:
     def move(self, moves: Sequence[Move]) -> None:
         """Carries out copies as if one after the other."""
         for run in _independent(moves):
-            pages = torch.tensor([move.page for move in run], device=self._device)
+            pages = staged([move.page for move in run], torch.int64, self._device)
             if isinstance(run[0], Offload):
                 together = torch.cat([part[pages] for part in self._parts], dim=1)
                 for place, move in enumerate(run):

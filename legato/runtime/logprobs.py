@@ -13,6 +13,7 @@ from torch import Tensor
 
 from legato.ops import logprobs
 from legato.plan import Extend, PromptLogprobs
+from legato.runtime.staging import staged
 from legato.types import TokenLogprob
 
 TILE = 128
@@ -74,7 +75,7 @@ def chunk_logprobs(extend: Extend, hidden: Tensor, top: int, head: Callable[[Ten
     samples instead and says nothing here."""
     last = () if extend.next_token is None else (extend.next_token,)
     tokens = extend.tokens[1:] + last
-    following = torch.tensor(tokens, dtype=torch.int64, device=hidden.device)
+    following = staged(tokens, torch.int64, hidden.device)
     tiles = tuple(
         token_logprobs(head(hidden[at : at + TILE][: len(tokens) - at]), following[at : at + TILE], top)
         for at in range(0, len(tokens), TILE)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from legato.config import MAX_DRAFTS, PAGE_SIZE, Resolved
 from legato.plan import Admit, PageGrant
+from legato.runtime.staging import staged
 from legato.types import MAX_STOP_IDS
 
 
@@ -27,6 +28,7 @@ class Rows:
         capacity: [M] int64 tokens that the row's pages hold; an iteration never emits past it.
         done: [M] bool: finished; the row emits nothing more.
         stop_ids: [M, MAX_STOP_IDS] int64, -1 where unused.
+        num_drafts: [M] int64 drafts that the row verifies at most, whatever is drafted for it.
         temperature, top_p, min_p: [M] float32; top_k: [M] int32; seed: [M] int64.
         page_table: [M, P] int32 physical pages; page 0 (the dummy) where none is granted.
     """
@@ -37,6 +39,7 @@ class Rows:
     capacity: Tensor
     done: Tensor
     stop_ids: Tensor
+    num_drafts: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -60,6 +63,7 @@ class Rows:
             capacity=zeros(num_rows, dtype=torch.int64),
             done=torch.ones(num_rows, dtype=torch.bool, device=device),
             stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
+            num_drafts=zeros(num_rows, dtype=torch.int64),
             temperature=zeros(num_rows, dtype=torch.float32),
             top_k=zeros(num_rows, dtype=torch.int32),
             top_p=torch.ones(num_rows, dtype=torch.float32, device=device),
@@ -77,22 +81,25 @@ class Rows:
         if len(admit.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"row {admit.row}: {len(admit.stop_ids)} stop ids, a row holds {MAX_STOP_IDS}")
         row = admit.row
-        self.tokens[row] = 0
-        self.lengths[row] = 0
-        self.max_lengths[row] = admit.max_length
-        self.done[row] = False
-        self.stop_ids[row] = -1
-        self.stop_ids[row, : len(admit.stop_ids)] = torch.tensor(admit.stop_ids, dtype=torch.int64)
-        self.temperature[row] = admit.temperature
-        self.top_k[row] = admit.top_k
-        self.top_p[row] = admit.top_p
-        self.min_p[row] = admit.min_p
-        self.seed[row] = admit.seed
-        self.page_table[row] = 0
+        self.tokens[row].fill_(0)
+        self.lengths[row].fill_(0)
+        self.max_lengths[row].fill_(admit.max_length)
+        self.done[row].fill_(False)
+        padding = [-1] * (MAX_STOP_IDS - len(admit.stop_ids))
+        self.stop_ids[row].copy_(staged([*admit.stop_ids, *padding], torch.int64, self.stop_ids.device))
+        self.num_drafts[row].fill_(MAX_DRAFTS if admit.num_drafts is None else admit.num_drafts)
+        self.temperature[row].fill_(admit.temperature)
+        self.top_k[row].fill_(admit.top_k)
+        self.top_p[row].fill_(admit.top_p)
+        self.min_p[row].fill_(admit.min_p)
+        self.seed[row].fill_(admit.seed)
+        self.page_table[row].fill_(0)
         self.grant(PageGrant(row, 0, admit.pages))
 
     def grant(self, grant: PageGrant) -> None:
         """Appends pages to a row and raises its capacity. Raises `RuntimeError` past the end of the page table."""
         stop = grant.first + len(grant.pages)
-        self.page_table[grant.row, grant.first : stop] = torch.tensor(grant.pages, dtype=torch.int32)
-        self.capacity[grant.row] = stop * PAGE_SIZE
+        if stop > self.page_table.shape[1]:
+            raise RuntimeError(f"row {grant.row}: {stop} pages, its page table holds {self.page_table.shape[1]}")
+        self.page_table[grant.row, grant.first : stop].copy_(staged(grant.pages, torch.int32, self.page_table.device))
+        self.capacity[grant.row].fill_(stop * PAGE_SIZE)

@@ -11,19 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.config import Resolved
+from legato.config import MAX_DRAFTS, Resolved
 from legato.model.glm import Glm
 from legato.model.mtp import Mtp
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights
+from legato.parallel import ALONE, Communicator
 from legato.plan import Admit, Emission, Outcome, Plan
 from legato.runtime.batch import build_batch
 from legato.runtime.cache import CacheLayout
 from legato.runtime.controls import ControlTable
-from legato.runtime.draw import ControlledDraw, Draw, PlainDraw, choose_general, choose_greedy
+from legato.runtime.decode import Decoder
+from legato.runtime.draw import CHOICES, ControlledDraw, Draw, PlainDraw, Variant
 from legato.runtime.grammar import Gate, Grammars
+from legato.runtime.graphs import buckets
 from legato.runtime.host import HostPages
 from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
+from legato.runtime.mailbox import Letter, Mailbox, pack
 from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration, Verified
 from legato.types import ParameterError, SamplingParams, TokenLogprob
@@ -39,36 +43,26 @@ class Flight:
     plan: Plan
     sampler_rows: tuple[int, ...]
     drafted: tuple[int, ...]
-    verified: Verified | None
+    letter: Letter | None
     logprobs: Logprobs | None
     wanted_logprobs: tuple[int, ...]
     prompt_logprobs: tuple[PromptChunk, ...] = ()
 
     def outcome(self) -> Outcome:
         """What came back, row by row."""
-        prompt_logprobs = tuple(chunk.values() for chunk in self.prompt_logprobs)
-        if self.verified is None:
-            return Outcome(self.plan.epoch, (), prompt_logprobs)
-        sampled: list[list[int]] = self.verified.sampled.tolist()
-        counts: list[int] = self.verified.counts.tolist()
-        accepted: list[int] = self.verified.accepted.tolist()
-        done: list[bool] = self.verified.done.tolist()
-        live: list[bool] = self.verified.live.tolist()
-        return Outcome(
-            self.plan.epoch,
-            tuple(
-                Emission(
-                    row=row,
-                    tokens=tuple(sampled[index][: counts[index]]),
-                    done=done[index],
-                    accepted=accepted[index],
-                    drafted=self.drafted[index] if live[index] else 0,
-                    logprobs=self._logprobs(index, sampled[index], counts[index]),
-                )
-                for index, row in enumerate(self.sampler_rows)
-            ),
-            prompt_logprobs,
+        lines = [] if self.letter is None else self.letter.read()[: len(self.sampler_rows)]
+        emissions = tuple(
+            Emission(
+                row=row,
+                tokens=line.sampled[: line.count],
+                done=line.done,
+                accepted=line.accepted,
+                drafted=self.drafted[index] if line.live else 0,
+                logprobs=self._logprobs(index, line.sampled, line.count),
+            )
+            for index, (row, line) in enumerate(zip(self.sampler_rows, lines, strict=True))
         )
+        return Outcome(self.plan.epoch, emissions, tuple(chunk.values() for chunk in self.prompt_logprobs))
 
     def _logprobs(self, index: int, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...] | None:
         top = self.wanted_logprobs[index]
@@ -80,15 +74,21 @@ class Flight:
 class Runner:
     """One device's share of the engine. `launch` starts an iteration; results wait in the flight it returns."""
 
-    def __init__(self, spec: ModelSpec, weights: GlmWeights, settings: Resolved) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: GlmWeights, settings: Resolved, communicator: Communicator = ALONE
+    ) -> None:
         self.spec, self.settings = spec, settings
         self.rows = Rows.allocate(settings)
         layout = CacheLayout(spec, settings.latent, settings.index)
-        target = Glm(spec, weights)
+        target = Glm(spec, weights, communicator)
         head = weights.lm_head.dequantize(weights.embed.dtype)
-        mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head)
+        mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head, communicator)
         caches = layout.allocate(settings.num_pages, settings.device)
         self.iteration = Iteration(target, mtp, caches, settings.num_drafts)
+        device = torch.device(settings.device)
+        self.decoder = Decoder(self.iteration, self.rows, settings) if device.type == "cuda" else None
+        self.mailbox = Mailbox(buckets(settings.max_running)[-1], MAX_DRAFTS + 1, device)
+        self._unnumbered = torch.zeros(1, dtype=torch.int64, device=device)
         self.host = HostPages(caches, settings.host_pages) if settings.host_pages else None
         self.grammars: Grammars | None = None
         self._controls = ControlTable(self.rows, spec.vocab_size)
@@ -130,19 +130,27 @@ class Runner:
         for grant in plan.grants:
             self.rows.grant(grant)
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
+        drafted, wanted = self._drafted(plan, sampler_rows), tuple(self._wanted_logprobs[row] for row in sampler_rows)
+        if self.decoder is not None and not plan.extends:
+            return self._decode(self.decoder, plan, drafted, wanted)
         batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts, self._plain)
         batch = batch.within(self.settings.score_bytes)
         hidden, verified = self.iteration.run(batch, self.rows, self._draw(sampler_rows))
-        wanted = tuple(self._wanted_logprobs[row] for row in sampler_rows)
-        return Flight(
-            plan,
-            sampler_rows,
-            self._drafted(plan, sampler_rows),
-            verified,
-            self._logprobs(verified, wanted),
-            wanted,
-            self._prompt_logprobs(plan, hidden),
-        )
+        letter = None if verified is None else self.mailbox.post(pack(verified, self._unnumbered), 0)
+        logprobs = self._logprobs(verified, wanted)
+        return Flight(plan, sampler_rows, drafted, letter, logprobs, wanted, self._prompt_logprobs(plan, hidden))
+
+    def _decode(self, decoder: Decoder, plan: Plan, drafted: tuple[int, ...], wanted: tuple[int, ...]) -> Flight:
+        """The steady state on a GPU: as one graph, unless something asks for more than tokens."""
+        is_plain = max(wanted) < 0 and not any(self._controls.holds(row) for row in plan.decodes)
+        variant = self._variant(plan.decodes)
+        bucket = decoder.seats.seat(plan.decodes)
+        if is_plain and decoder.has_graph(bucket, variant):
+            letter = self.mailbox.post(*decoder.launch(bucket, variant))
+            return Flight(plan, plan.decodes, drafted, letter, None, wanted)
+        verified = decoder.run(bucket, self._draw(plan.decodes))
+        letter = self.mailbox.post(pack(verified, self._unnumbered), 0)
+        return Flight(plan, plan.decodes, drafted, letter, self._logprobs(verified, wanted), wanted)
 
     def _drafted(self, plan: Plan, sampler_rows: Sequence[int]) -> tuple[int, ...]:
         """How many drafts each sampling row verifies."""
@@ -163,10 +171,12 @@ class Runner:
         self._wanted_prompt_logprobs[row] = admit.prompt_logprobs
         (self._plain.add if admit.num_drafts == 0 else self._plain.discard)(row)
 
+    def _variant(self, sampler_rows: Sequence[int]) -> Variant:
+        return "greedy" if all(self._temperature[row] == 0.0 for row in sampler_rows) else "general"
+
     def _draw(self, sampler_rows: Sequence[int]) -> Draw:
         """The cheapest way to choose that is right for all rows that sample."""
-        is_greedy = all(self._temperature[row] == 0.0 for row in sampler_rows)
-        choose = choose_greedy if is_greedy else choose_general
+        choose = CHOICES[self._variant(sampler_rows)]
         if not any(self._controls.holds(row) for row in sampler_rows):
             return PlainDraw(choose)
         gates = {index: self._gates[row] for index, row in enumerate(sampler_rows) if row in self._gates}
@@ -175,7 +185,7 @@ class Runner:
     def _logprobs(self, verified: Verified | None, wanted: tuple[int, ...]) -> Logprobs | None:
         if verified is None or max(wanted, default=-1) < 0:
             return None
-        num_requests, width, vocab = verified.logits.shape
+        num_requests, width, vocab = verified.logits.shape  # rows of a padded batch included
         return token_logprobs(verified.logits.view(-1, vocab), verified.sampled.view(-1), max(wanted)).shaped(
             num_requests, width
         )

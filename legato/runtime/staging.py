@@ -1,0 +1,22 @@
+"""From the host to the device without waiting for it.
+
+Owns the one way in which numbers that a plan brings reach a device tensor. Called by whatever writes device tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def staged(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` as a tensor on `device`, valid for what is issued after it on the current stream.
+
+    To a GPU they go through pinned memory, which PyTorch's allocator gives to no one else before the copy has ended; from
+    pageable memory the copy would wait for everything that was launched before it.
+    """
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,88 @@
+"""What a runner on a GPU does before it serves: runs every shape once, and captures the graphs of the steady state.
+
+After it nothing compiles, and decoding allocates nothing. Everything runs on row 0, which is padding: it emits nothing and stores
+nothing. Called by `engine.start`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from legato.ops.compiled import compilations
+from legato.plan import Extend, Plan
+from legato.runtime.batch import build_batch
+from legato.runtime.decode import Decoder
+from legato.runtime.draw import CHOICES, PlainDraw
+from legato.runtime.runner import Runner
+
+LOG = logging.getLogger(__name__)
+
+Report = Callable[[str, int, int], None]
+"""What is being done, how many steps of it are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What warming up took. `pool_bytes`: the memory that all graphs share; `compilations`: kernels not found on disk."""
+
+    prompt_seconds: float
+    capture_seconds: float
+    num_graphs: int
+    pool_bytes: int
+    compilations: int
+
+
+def prompt_sizes(chunk_tokens: int) -> tuple[int, ...]:
+    """Numbers of prompt rows at which kernels may change: on both sides of 8 and 16 rows, and a whole chunk."""
+    return tuple(sorted({min(size, chunk_tokens) for size in (1, 8, 9, 16, 17, 64, chunk_tokens)}))
+
+
+@torch.inference_mode()
+def warm_up(runner: Runner, report: Report) -> WarmUp | None:
+    """Makes a runner ready; returns what it took, or `None` on a CPU, where there is nothing to do."""
+    decoder = runner.decoder
+    if decoder is None:
+        return None
+    before, started = compilations(), time.perf_counter()
+    sizes = prompt_sizes(min(runner.settings.chunk_tokens, runner.settings.context))
+    for done, size in enumerate(sizes):
+        report(f"warming up prompts of {size}", done, len(sizes))
+        _run_prompt(runner, size)
+    torch.cuda.synchronize()
+    prompts_done = time.perf_counter()
+    LOG.info("warm-up of prompts: %.1f s, %d kernels compiled", prompts_done - started, compilations() - before)
+    pool_bytes = _capture(decoder, report) if runner.settings.graphs else 0
+    took = WarmUp(
+        prompt_seconds=prompts_done - started,
+        capture_seconds=time.perf_counter() - prompts_done,
+        num_graphs=len(decoder.graphs.costs),
+        pool_bytes=pool_bytes,
+        compilations=compilations() - before,
+    )
+    LOG.info("captured %d graphs in %.1f s, %d MiB", took.num_graphs, took.capture_seconds, took.pool_bytes >> 20)
+    return took
+
+
+def _run_prompt(runner: Runner, size: int) -> None:
+    """A chunk, and the end of a prompt with each way of sampling."""
+    for next_token in (0, None):
+        plan = Plan(0, (), (Extend(0, 0, (0,) * size, next_token),), ())
+        for choose in CHOICES.values():
+            batch = build_batch(plan, runner.rows, runner.spec, runner.settings.num_drafts)
+            runner.iteration.run(batch.within(runner.settings.score_bytes), runner.rows, PlainDraw(choose))
+    runner.rows.lengths[0].fill_(0)
+
+
+def _capture(decoder: Decoder, report: Report) -> int:
+    """Captures all graphs; returns the memory of their pool."""
+    keys = decoder.keys()
+    for done, key in enumerate(keys):
+        report(f"capturing {key.variant} batches of {key.bucket}", done, len(keys))
+        decoder.capture(key)
+    torch.cuda.synchronize()
+    return sum(cost.pool_bytes for cost in decoder.graphs.costs.values())

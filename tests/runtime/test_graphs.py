@@ -1,0 +1,121 @@
+"""Buckets, seats, the batch that is made on the device alone, and the mailbox: what holds without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from legato.config import Config, resolve
+from legato.engine.start import EMBEDDED_CHECKPOINT
+from legato.model.checkpoint import Checkpoint
+from legato.model.inventory import stored_spec
+from legato.model.spec import ModelSpec
+from legato.plan import Admit, Plan
+from legato.runtime.batch import build_batch, decode_batch
+from legato.runtime.graphs import Seats, bucket_of, buckets
+from legato.runtime.mailbox import DEPTH, Letter, Line, Mailbox, MailboxError, pack
+from legato.runtime.rows import Rows
+from legato.runtime.speculate import Verified
+from legato.runtime.warmup import prompt_sizes
+
+CPU = torch.device("cpu")
+K = 5
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return stored_spec(Checkpoint.open(str(EMBEDDED_CHECKPOINT)))
+
+
+@pytest.fixture
+def rows(spec: ModelSpec) -> Rows:
+    """Rows 1..4 at different lengths; row 3 has finished, row 4 decodes without drafts."""
+    settings = resolve(Config(), max_position=spec.max_position, has_mtp=True, cuda_available=False)
+    rows = Rows.allocate(replace(settings, max_running=4))
+    for row in range(1, 5):
+        rows.admit(Admit(row, (row, row + 4), 128, (), 0.0, 0, 1.0, 0.0, row, -1, num_drafts=0 if row == 4 else None))
+        rows.tokens[row] = torch.arange(8) + 10 * row
+        rows.lengths[row] = 20 * row
+    rows.done[3] = True
+    return rows
+
+
+def test_buckets_are_powers_of_two_that_hold_everyone():
+    assert buckets(16) == (1, 2, 4, 8, 16) and buckets(5) == (1, 2, 4, 8) and buckets(1) == (1,)
+    assert [bucket_of(n) for n in (1, 2, 3, 4, 5, 8, 9, 16)] == [1, 2, 4, 4, 8, 8, 16, 16]
+
+
+def test_a_batch_made_on_the_device_is_the_one_made_on_the_host(rows, spec):
+    decodes = (2, 3, 1)
+    ours = decode_batch(torch.tensor(decodes), rows, spec, K)
+    theirs = build_batch(Plan(0, (), (), decodes), rows, spec, K)
+    assert ours.samplers is not None and theirs.samplers is not None
+    for one, other in ((ours, theirs), (ours.step, theirs.step), (ours.samplers, theirs.samplers)):
+        for field in fields(one):
+            mine, its = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(mine, torch.Tensor):
+                assert torch.equal(mine, its), field.name
+
+
+def test_padding_stores_nothing_and_a_row_without_drafts_accepts_none(rows, spec):
+    batch = decode_batch(torch.tensor([4, 0, 0]), rows, spec, K)
+    assert batch.samplers is not None
+    assert batch.samplers.num_drafts.tolist() == [0, 0, 0]
+    assert (batch.step.slots[K + 1 :] == -1).all() and (batch.step.slots[: K + 1] >= 0).all()
+    assert batch.step.lengths.min() >= 1 and batch.step.positions[:2].tolist() == [80, 81]
+
+
+def test_seats_change_only_with_the_composition():
+    seats = Seats(4, CPU)
+    assert seats.seat((3, 1, 2)) == 4 and seats.places.tolist() == [3, 1, 2, 0]
+    assert seats.seat((3, 1, 2)) == 4 and seats.num_changes == 1
+    assert seats.seat((2,)) == 1 and seats.places.tolist() == [2, 0, 0, 0] and seats.num_changes == 2
+    for wrong in ((), (1, 2, 3, 4, 1)):
+        with pytest.raises(ValueError, match="4 places"):
+            seats.seat(wrong)
+
+
+def verified() -> Verified:
+    sampled = torch.tensor([[5, 6, 7], [8, 9, 1]])
+    yes, no = torch.tensor([True, False]), torch.tensor([False, True])
+    return Verified(torch.zeros(2, 3, 4), sampled, torch.tensor([2, 0]), torch.tensor([3, 0]), yes, no)
+
+
+def test_a_letter_says_what_was_verified():
+    mailbox = Mailbox(4, 8, CPU)
+    letter = mailbox.post(pack(verified(), torch.tensor([7])), 7)
+    assert letter.read() == [Line((5, 6, 7), 3, 2, True, False), Line((8, 9, 1), 0, 0, False, True)]
+
+
+def test_a_letter_of_another_iteration_is_an_error():
+    with pytest.raises(MailboxError, match="letter 8 arrived as 7"):
+        Mailbox(4, 8, CPU).post(pack(verified(), torch.tensor([7])), 8).read()
+
+
+def test_an_unread_letter_is_never_overwritten():
+    mailbox, packed = Mailbox(4, 8, CPU), pack(verified(), torch.tensor([0]))
+    letters = [mailbox.post(packed, 0) for _ in range(DEPTH)]
+    with pytest.raises(MailboxError, match="wait to be read"):
+        mailbox.post(packed, 0)
+    letters[0].read()
+    mailbox.post(packed, 0)
+
+
+def test_a_letter_on_its_way_is_polled():
+    class Event:
+        looks = 0
+
+        def query(self) -> bool:
+            self.looks += 1
+            return self.looks > 3
+
+    event, packed = Event(), pack(verified(), torch.tensor([1]))
+    assert len(Letter(packed, 1, event, packed).read()) == 2  # type: ignore[arg-type]
+    assert event.looks == 4
+
+
+def test_prompts_are_warmed_up_at_both_sides_of_every_border():
+    assert prompt_sizes(512) == (1, 8, 9, 16, 17, 64, 512)
+    assert prompt_sizes(12) == (1, 8, 9, 12)

@@ -46,6 +46,8 @@ class EngineFlags:
     index: options.Index = "auto"
     dtype: options.Dtype = "auto"
     overlap: options.Overlap = "auto"
+    graphs: options.Graphs = "auto"
+    kernel_cache: options.KernelCache = None
     score_budget: options.ScoreBudget = None
     verify_speculation: options.VerifySpeculation = 0.0
     threads: options.Threads = None
@@ -61,6 +63,7 @@ class EngineFlags:
         index: IndexFormat = self.index
         dtype: DType = self.dtype
         overlap: Switch = self.overlap
+        graphs: Switch = self.graphs
         return Config(
             model=self.model,
             num_drafts=self.num_drafts,
@@ -70,6 +73,8 @@ class EngineFlags:
                 device=self.device,
                 dtype=dtype,
                 overlap=overlap,
+                graphs=graphs,
+                kernel_cache=self.kernel_cache,
                 threads=self.threads,
                 ops=_overrides(self.op or []),
                 score_bytes=None if self.score_budget is None else self.score_budget << 20,

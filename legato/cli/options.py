@@ -91,7 +91,22 @@ ScoreBudget = Annotated[
         metavar="MIB",
     ),
 ]
-Dtype = Annotated[DType, typer.Option(help="Of activations; auto is float32.", rich_help_panel=ENGINE)]
+Dtype = Annotated[
+    DType,
+    typer.Option(help="Of activations; auto is bfloat16 on a GPU and float32 on a CPU.", rich_help_panel=ENGINE),
+]
+Graphs = Annotated[
+    Switch, typer.Option(help="Decode with CUDA graphs, captured at start; auto: on a GPU.", rich_help_panel=ENGINE)
+]
+KernelCache = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory of compiled kernels; by default ~/.cache/legato/kernels.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+        metavar="DIR",
+    ),
+]
 Overlap = Annotated[
     Switch,
     typer.Option(help="Plan an iteration while the one before it runs; auto: on a GPU.", rich_help_panel=ENGINE),

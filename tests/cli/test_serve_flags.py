@@ -89,6 +89,8 @@ def test_the_published_commands_work_on_one_gpu() -> None:
         ("--enable-prefix-caching", "prefix_cache", True),
         ("--disable-overlap-schedule", "overlap", "off"),
         ("--no-async-scheduling", "overlap", "off"),
+        ("--enforce-eager", "graphs", "off"),
+        ("--disable-cuda-graph", "graphs", "off"),
         ("-k3", "num_drafts", 3),
         ("-k=3", "num_drafts", 3),
         ("--num-speculative-tokens 2", "num_drafts", 2),

@@ -7,6 +7,7 @@ Called by `legato bench pareto`, `legato bench isl` and the report.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from legato.model.checkpoint import Checkpoint
@@ -14,6 +15,7 @@ from legato.model.footprint import bytes_per_rank, cache_bytes
 from legato.model.inventory import stored_spec, survey
 from legato.model.names import Expected, Group, expected
 from legato.model.spec import ModelSpec
+from legato.quant.formats import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +39,22 @@ class Traffic:
     latent_row: int
     index_row: int
 
-    def iteration(self, batch: int, num_drafts: int, context: int) -> float:
+    def iteration(self, batch: int, num_drafts: int, context: int, distinct_experts: float | None = None) -> float:
         """Bytes of one iteration: verification of `num_drafts` + 1 rows of each of `batch` requests, draft-extend on the same
         rows, then `num_drafts` - 1 single-row steps.
 
-        Routing is taken as uniform and independent, so n rows reach E (1 - (1 - k/E)^n) of E experts. Each request reads its
+        Routing is taken as uniform and independent, so n rows reach E (1 - (1 - k/E)^n) of E experts, unless it is known how many
+        the verifying rows of a layer reach (`distinct_experts`). Each request reads its
         index keys once and the latents of `index_topk` tokens once per layer: rows of one request are taken to select alike,
         which makes this a lower bound.
         """
         rows = batch * (num_drafts + 1)
-        total = self.trunk + self.head + self.experts * self._share(rows)
+        share = self._share(rows) if distinct_experts is None else distinct_experts / self.spec.num_experts
+        total = self.trunk + self.head + self.experts * share
         selected = min(context, self.spec.index_topk)
         total += batch * (context * self.index_row + selected * self.latent_row)
         if num_drafts:
-            total += self.mtp + self.head + self.mtp_experts * self._share(rows)
+            total += self.mtp + self.head + self.mtp_experts * share
             total += (num_drafts - 1) * (self.mtp + self.head + self.mtp_experts * self._share(batch))
         return float(total)
 
@@ -71,10 +75,15 @@ def traffic(checkpoint: Checkpoint, ranks: int = 1, element_bytes: int | None = 
     spec = stored_spec(checkpoint)
     inventory = survey(checkpoint, spec)
     inventory.require()
+    formats = {name: stored.format for name, stored in inventory.linears.items()}
+    return traffic_of(spec, formats, ranks, element_bytes)
+
+
+def traffic_of(spec: ModelSpec, formats: Mapping[str, Format], ranks: int, element_bytes: int | None = None) -> Traffic:
+    """The same, for linears in these formats by name."""
     counted: Counter[tuple[bool, Group]] = Counter()
     for entry in expected(spec):
-        stored = inventory.linears.get(entry.name)
-        size = bytes_per_rank(entry, None if stored is None else stored.format, ranks)
+        size = bytes_per_rank(entry, formats.get(entry.name), ranks)
         if element_bytes is not None:
             size = element_bytes * _elements(entry)
         counted[entry.layer == spec.num_layers, entry.group] += size

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from legato.bench.kernels import KernelTime, kernel_times
 from legato.bench.record import floor_us
-from legato.bench.roofline import Traffic
+from legato.bench.share import Share
 from legato.bench.synthetic import Standing, stand
 from legato.bench.timing import Spread
 from legato.config import (
@@ -32,10 +32,8 @@ from legato.config import (
     resolve,
 )
 from legato.model.glm import Glm
-from legato.model.spec import ModelSpec
-from legato.model.weights import GlmWeights, MoeWeights
+from legato.model.weights import MoeWeights
 from legato.ops import bind
-from legato.parallel import LoopBack
 from legato.plan import Plan
 from legato.quant.weight import Experts
 from legato.runtime.batch import decode_batch
@@ -94,16 +92,6 @@ class Figure:
     def modelled_us(self) -> float:
         """What the exchanges would cost a group."""
         return self.exchanges * MODELLED_EXCHANGE_US
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A rank's part of a model, and the communicator that it runs with."""
-
-    spec: ModelSpec
-    weights: GlmWeights
-    communicator: LoopBack
-    traffic: Traffic
 
 
 def measure(share: Share, work: Work, device: torch.device, targets: tuple[str, ...]) -> Figure:

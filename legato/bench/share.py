@@ -1,0 +1,80 @@
+"""One rank's part of a model, from a checkpoint or drawn, with the communicator it runs alone with.
+
+Owns the choice of layers and the count of bytes behind the floor. Times nothing. Called by `legato bench slice`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from legato.bench.roofline import Traffic, traffic_of
+from legato.model.checkpoint import Checkpoint, Progress, no_progress
+from legato.model.convert import Target
+from legato.model.dummy import Recipe, dummy_weights, router_spread
+from legato.model.inventory import survey
+from legato.model.names import Kind, expected
+from legato.model.spec import ModelSpec, SpecError
+from legato.model.weights import GlmWeights, Residency, load_weights
+from legato.parallel import LoopBack, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of a model. `traffic`: the bytes that its iterations read."""
+
+    spec: ModelSpec
+    weights: GlmWeights
+    communicator: LoopBack
+    traffic: Traffic
+
+
+def first_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
+    """The model of the first `num_layers` decoder layers, with its MTP layer. Raises `SpecError` for more than there are."""
+    if not 1 <= num_layers <= spec.num_layers:
+        raise SpecError("num_hidden_layers", f"the model has {spec.num_layers} layers; asked for {num_layers}")
+    kinds = spec.indexer_kinds[:num_layers]
+    return replace(spec, num_layers=num_layers, indexer_kinds=kinds, first_dense=min(spec.first_dense, num_layers))
+
+
+def drawn(
+    spec: ModelSpec,
+    mesh: Mesh,
+    target: Target | None,
+    distinct_experts: float | None,
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Share:
+    """A share of random weights in the format of `target`, whose router lets `rows` rows reach so many experts (`None`: evenly).
+
+    Raises:
+        SpecError: the ranks do not divide a width, or the router cannot reach so many.
+    """
+    spread = 0.0 if distinct_experts is None else router_spread(spec, distinct_experts, rows)
+    recipe = Recipe(target, spread)
+    formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
+    weights = dummy_weights(spec, mesh, recipe, device=device, dtype=dtype)
+    return Share(spec, weights, LoopBack(mesh), traffic_of(spec, formats, mesh.size))
+
+
+def loaded(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress = no_progress,
+) -> Share:
+    """A share of a checkpoint, in its own formats.
+
+    Raises:
+        CheckpointError, SpecError: as loading does.
+    """
+    inventory = survey(checkpoint, spec)
+    weights = load_weights(
+        checkpoint, spec, device=device, dtype=dtype, resident=Residency.STORED, progress=progress, mesh=mesh
+    )
+    formats = {name: stored.format for name, stored in inventory.linears.items()}
+    return Share(spec, weights, LoopBack(mesh), traffic_of(spec, formats, mesh.size))

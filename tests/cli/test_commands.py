@@ -1,4 +1,4 @@
-"""The subcommands themselves on a tiny random model: each once through the real command line, the rest in this process."""
+"""The subcommands themselves on a tiny random model: one through the real command line, the rest in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from legato.__main__ import app
 from legato.cli.faults import FAULTS
-from tests.cli.test_faults import legato
+from tests.cli.command_line import started
 from tests.tiny import tiny_checkpoint
 from tests.tiny_text import VOCABULARY, save_text_files
 
@@ -38,7 +38,7 @@ def ran(*arguments: str, stdin: str = "") -> Result:
 def test_generate_prints_text_and_speed_apart(model: str) -> None:
     """Text alone on stdout, the same with and without drafts, from an argument and from stdin."""
     arguments = ("generate", "-m", model, "-t", "0", "--max-tokens", "24", "--ignore-eos")
-    drafted = legato(*arguments, "The user is")
+    drafted = started(*arguments, "The user is")
     assert drafted.returncode == 0, drafted.stderr
     assert drafted.stdout.startswith("The user is")
     assert re.search(r"24 tokens, [\d.]+ tokens/s, accept length \d\.\d\d", drafted.stderr)
@@ -69,8 +69,7 @@ def test_unknown_ops_are_refused(model: str) -> None:
 
 def test_chat_answers_resets_and_leaves(model: str) -> None:
     spoken = "Hi\n/what\n/reset\n\nWrite <|user|> f\n/exit\nnever\n"
-    result = legato("chat", "-m", model, "-t", "0", "--max-tokens", "8", stdin=spoken)
-    assert result.returncode == 0, result.stderr
+    result = ran("chat", "-m", model, "-t", "0", "--max-tokens", "8", stdin=spoken)
     assert len(re.findall(r"\d+ tokens, ", result.stdout)) == 2
     assert "/reset forgets" in result.stdout
 
@@ -88,8 +87,7 @@ def test_plan_says_what_fits_and_what_does_not(model: str) -> None:
 
 def test_quantize_writes_a_checkpoint_that_generates(model: str, tmp_path: Path) -> None:
     destination = str(tmp_path / "fp8")
-    result = legato("quantize", model, destination, "-f", "fp8")
-    assert result.returncode == 0, result.stderr
+    result = ran("quantize", model, destination, "-f", "fp8")
     assert "relative error" in result.stdout
     assert isinstance(invoke("quantize", model, destination, "-f", "fp8").exception, FAULTS)
     assert ran("quantize", model, destination, "-f", "fp8", "--replace", "--shard-size", "0.5").exit_code == 0

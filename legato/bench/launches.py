@@ -123,16 +123,16 @@ def _layer(rank: Rank, rows: int, layer: int, expert_bits: float) -> Iterator[La
 
 
 def _attention(rank: Rank, rows: int, has_indexer: bool) -> Iterator[Launch]:
-    """The indexer's key and gate projections ride in the first product, its queries have one of their own."""
+    """The indexer's key and gate projections ride in the first product, its queries in the second."""
     spec, heads = rank.spec, rank.share(rank.spec.num_heads)
     first = spec.q_lora_rank + spec.latent_dim + (spec.index_dim + spec.index_heads if has_indexer else 0)
     yield Launch("qkv_a", rows, first, spec.hidden_size)
+    second = heads * spec.qk_dim + (spec.index_heads * spec.index_dim if has_indexer else 0)
+    yield Launch("q_b", rows, second, spec.q_lora_rank)
+    yield Launch("absorb_k", rows, heads * spec.kv_lora_rank, spec.nope_dim)
     if has_indexer:
-        yield Launch("index_q", rows, spec.index_heads * spec.index_dim, spec.q_lora_rank)
         yield Launch("index_scores", rows)
         yield Launch("top_k", rows)
-    yield Launch("q_b", rows, heads * spec.qk_dim, spec.q_lora_rank)
-    yield Launch("absorb_k", rows, heads * spec.kv_lora_rank, spec.nope_dim)
     yield Launch("attend", rows)
     yield Launch("absorb_v", rows, heads * spec.v_dim, spec.kv_lora_rank)
     yield Launch("o_proj", rows, spec.hidden_size, heads * spec.v_dim)

@@ -186,7 +186,7 @@ def bytes_per_rank(entry: Expected, stored: Format | None, ranks: int) -> int:
 
 def _widened(entry: Expected) -> int:
     """Bytes per element where the model uses a weight unquantised whatever its format, else 0."""
-    if entry.name.endswith((".mlp.gate", ".indexer.weights_proj", "e_score_correction_bias")):
+    if entry.name.endswith((".mlp.gate", "e_score_correction_bias")):
         return 4
     return 2 if entry.kind is Kind.FLOAT or entry.name.endswith(".kv_b_proj") else 0
 

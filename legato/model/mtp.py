@@ -59,7 +59,7 @@ class Mtp:
         eps = self.spec.rms_eps
         u = torch.cat((rms_norm(e, self.weights.enorm, eps), rms_norm(hidden, self.weights.hnorm, eps)), dim=-1)
         h = self.weights.eh_proj.linear(u)
-        layer = self.weights.layer
+        layer = self.weights.layer if selection is None else self.weights.seeded
         normed = rms_norm(h, layer.input_norm, eps)
         _, normed, selection = decoder_layer(
             h, normed, layer, cache, step, selection, self.weights.norm, self.spec, self.communicator

@@ -79,21 +79,21 @@ TRUNK = (
 )
 ATTENTION = (
     Row("input_layernorm.weight", "input_norm", FLOAT, ("D",), _ALL, _NORM),
-    Row("self_attn.q_a_proj", "attention.qkv_a[:Q]", LINEAR, ("Q", "D"), _ALL, _ATT),
-    Row("self_attn.kv_a_proj_with_mqa", "attention.qkv_a[Q:]", LINEAR, ("C+R", "D"), _ALL, _ATT),
-    Row("self_attn.q_a_layernorm.weight", "attention.q_a_norm", FLOAT, ("Q",), _ALL, _NORM),
-    Row("self_attn.q_b_proj", "attention.q_b", LINEAR, ("H(N+R)", "Q"), _ROWS, _ATT),
-    Row("self_attn.kv_a_layernorm.weight", "attention.kv_a_norm", FLOAT, ("C",), _ALL, _NORM),
+    Row("self_attn.q_a_proj", "attention.qkv[:Q]", LINEAR, ("Q", "D"), _ALL, _ATT),
+    Row("self_attn.kv_a_proj_with_mqa", "attention.qkv[Q:]", LINEAR, ("C+R", "D"), _ALL, _ATT),
+    Row("self_attn.q_a_layernorm.weight", "attention.q_norm", FLOAT, ("Q",), _ALL, _NORM),
+    Row("self_attn.q_b_proj", "attention.q[:H(N+R)]", LINEAR, ("H(N+R)", "Q"), _ROWS, _ATT),
+    Row("self_attn.kv_a_layernorm.weight", "attention.kv_norm", FLOAT, ("C",), _ALL, _NORM),
     Row("self_attn.kv_b_proj", "attention.w_uk, attention.w_uv", LINEAR, ("H(N+V)", "C"), _ROWS, _ATT),
     Row("self_attn.o_proj", "attention.o", LINEAR, ("D", "HV"), _COLUMNS, _ATT),
     Row("post_attention_layernorm.weight", "post_norm", FLOAT, ("D",), _ALL, _NORM),
 )
 INDEXER = (
-    Row("self_attn.indexer.wq_b", "indexer.wq_b", LINEAR, ("IX", "Q"), _ALL, _IDX),
-    Row("self_attn.indexer.wk", "indexer.wk", LINEAR, ("X", "D"), _ALL, _IDX),
+    Row("self_attn.indexer.wq_b", "attention.q[H(N+R):]", LINEAR, ("IX", "Q"), _ALL, _IDX),
+    Row("self_attn.indexer.wk", "attention.qkv[Q+C+R:]", LINEAR, ("X", "D"), _ALL, _IDX),
     Row("self_attn.indexer.k_norm.weight", "indexer.k_norm_weight", FLOAT, ("X",), _ALL, _IDX),
     Row("self_attn.indexer.k_norm.bias", "indexer.k_norm_bias", FLOAT, ("X",), _ALL, _IDX),
-    Row("self_attn.indexer.weights_proj", "indexer.weights_proj", LINEAR, ("I", "D"), _ALL, _IDX),
+    Row("self_attn.indexer.weights_proj", "attention.qkv[Q+C+R+X:]", LINEAR, ("I", "D"), _ALL, _IDX),
 )
 DENSE_MLP = (
     Row("mlp.gate_proj", "mlp.gate_up[:F]", LINEAR, ("F0", "D"), _ROWS, Group.DENSE_MLP),

@@ -83,6 +83,11 @@ class ModelSpec:
         return self.nope_dim + self.rope_dim
 
     @property
+    def index_rotation(self) -> Literal["interleaved", "half"]:
+        """Which numbers of an index key or query turn together."""
+        return "interleaved" if self.index_rope_interleaved else "half"
+
+    @property
     def num_full(self) -> int:
         """Decoder layers that run their own indexer (the MTP layer is not counted)."""
         return self.indexer_kinds.count("full")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -17,8 +18,10 @@ from legato.model.names import layer_prefix
 from legato.model.reader import Placement, Reader, Residency, WeightSource
 from legato.model.shards import regions, vocabulary_rows
 from legato.model.spec import ModelSpec
+from legato.ops import linear_heads, prologue_full, prologue_shared
 from legato.parallel.mesh import ONE_RANK, Mesh
 from legato.quant.formats import split_multiple
+from legato.quant.join import concatenate
 from legato.quant.weight import Experts, Weight
 
 __all__ = [
@@ -39,28 +42,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IndexerWeights:
-    """wq_b [I*X, Q], wk [X, D], k_norm_weight [X], k_norm_bias [X], weights_proj [I, D] float32."""
+    """k_norm_weight [X], k_norm_bias [X]; the indexer's matrices are rows of the attention's `qkv` and `q`."""
 
-    wq_b: Weight
-    wk: Weight
     k_norm_weight: torch.Tensor
     k_norm_bias: torch.Tensor
-    weights_proj: torch.Tensor
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """qkv_a [Q+C+R, D] (q_a rows, then kv_a rows), q_a_norm [Q], q_b [H*(N+R), Q], kv_a_norm [C], w_uk [H, N, C], w_uv
-    [H, V, C], o [D, H*V]; the indexer is None on layers that reuse an earlier selection."""
+    """qkv [Q+C+R(+X+I), D]: rows of q_a, kv_a and, with an indexer, wk and weights_proj; q_norm [Q]; q [H*(N+R)(+I*X), Q]:
+    rows of q_b and, with an indexer, wq_b; kv_norm [C], w_uk [H, N, C], w_uv [H, V, C], o [D, H*V]. The indexer is None
+    on layers that reuse an earlier selection. H counts the heads of this rank."""
 
-    qkv_a: Weight
-    q_a_norm: torch.Tensor
-    q_b: Weight
-    kv_a_norm: torch.Tensor
+    qkv: Weight
+    q_norm: torch.Tensor
+    q: Weight
+    kv_norm: torch.Tensor
     w_uk: torch.Tensor
     w_uv: torch.Tensor
     o: Weight
     indexer: IndexerWeights | None
+
+    @cached_property
+    def absorb(self) -> torch.Tensor:
+        """w_uk as the bound prologue wants it."""
+        return (prologue_shared if self.indexer is None else prologue_full).pack(self.w_uk)
+
+    @cached_property
+    def expand(self) -> torch.Tensor:
+        """w_uv as the bound `linear_heads` wants it."""
+        return linear_heads.pack(self.w_uv)
 
 
 @dataclass(frozen=True)
@@ -94,13 +105,14 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """enorm [D] (on the embedding), hnorm [D] (on the hidden), eh_proj [D, 2D] over [embedding ; hidden], the layer,
-    norm [D]."""
+    """enorm [D] (on the embedding), hnorm [D] (on the hidden), eh_proj [D, 2D] over [embedding ; hidden], the layer, the
+    same layer without its indexer (`seeded`: for steps that are given a selection), norm [D]."""
 
     enorm: torch.Tensor
     hnorm: torch.Tensor
     eh_proj: Weight
     layer: LayerWeights
+    seeded: LayerWeights
     norm: torch.Tensor
 
 
@@ -128,7 +140,7 @@ def load_weights(
     """Loads every weight that `spec` asks for, or nothing; of tensors that are split over ranks, this rank's part alone.
 
     Names, shapes and dtypes of the whole checkpoint are checked before the first byte is read; scales are checked as
-    they are read. Norms and dense weights come in `dtype`; router, its bias and the index gates in float32; experts
+    they are read. Norms and dense weights come in `dtype`; router and its bias in float32; experts
     that mix formats are dequantised. With `spec.has_mtp` false the MTP layer is neither read nor fetched; `mtp` is None
     also where the checkpoint has none.
     Sharded: H, F and the head's W are a rank's share (decision 9 says how each divides).
@@ -154,6 +166,18 @@ def assemble(spec: ModelSpec, source: WeightSource, head_rows: int) -> GlmWeight
     return GlmWeights(embed, layers, norm, source.head("lm_head", head_rows), mtp)
 
 
+@dataclass(frozen=True, slots=True)
+class _Projections:
+    """Attention's matrices over the hidden state (q_a, kv_a, perhaps wk and weights_proj) and over the query latent (q_b,
+    perhaps wq_b), in the order in which they are joined."""
+
+    inputs: list[Weight]
+    queries: list[Weight]
+
+    def without_indexer(self) -> _Projections:
+        return _Projections(self.inputs[:2], self.queries[:1])
+
+
 class _Loader:
     """Assembles layers from the reader's weights: the order of the table in `legato.model.names`."""
 
@@ -161,50 +185,66 @@ class _Loader:
         self.spec, self.reader = spec, reader
 
     def layer(self, layer: int) -> LayerWeights:
+        return self._layer(layer, self._projections(layer_prefix(layer) + "self_attn.", layer))
+
+    def _layer(self, layer: int, projections: _Projections) -> LayerWeights:
         prefix, reader = layer_prefix(layer), self.reader
         return LayerWeights(
             input_norm=reader.float_tensor(prefix + "input_layernorm.weight"),
-            attention=self._attention(prefix + "self_attn.", layer),
+            attention=self._attention(prefix + "self_attn.", projections),
             post_norm=reader.float_tensor(prefix + "post_attention_layernorm.weight"),
             mlp=self._mlp(prefix + "mlp.") if self._is_dense(layer) else self._moe(prefix + "mlp."),
         )
 
     def mtp(self) -> MtpWeights:
         prefix, reader = layer_prefix(self.spec.num_layers), self.reader
+        projections = self._projections(prefix + "self_attn.", self.spec.num_layers)
+        layer = self._layer(self.spec.num_layers, projections)
+        without = projections.without_indexer()
+        seeded = replace(
+            layer.attention, qkv=concatenate(without.inputs), q=concatenate(without.queries), indexer=None
+        )  # fmt: skip
         return MtpWeights(
             enorm=reader.float_tensor(prefix + "enorm.weight"),
             hnorm=reader.float_tensor(prefix + "hnorm.weight"),
             eh_proj=reader.linear(prefix + "eh_proj"),
-            layer=self.layer(self.spec.num_layers),
+            layer=layer,
+            seeded=replace(layer, attention=seeded),
             norm=reader.float_tensor(prefix + "shared_head.norm.weight"),
         )
 
     def _is_dense(self, layer: int) -> bool:
         return layer < self.spec.num_layers and self.spec.is_dense(layer)
 
-    def _attention(self, prefix: str, layer: int) -> AttentionWeights:
+    def _projections(self, prefix: str, layer: int) -> _Projections:
+        linear = self.reader.linear
+        inputs = [linear(prefix + "q_a_proj"), linear(prefix + "kv_a_proj_with_mqa")]
+        queries = [linear(prefix + "q_b_proj")]
+        if self.spec.is_full(layer):
+            inputs += [linear(prefix + "indexer.wk"), linear(prefix + "indexer.weights_proj")]
+            queries += [linear(prefix + "indexer.wq_b")]
+        return _Projections(inputs, queries)
+
+    def _attention(self, prefix: str, projections: _Projections) -> AttentionWeights:
         spec, reader = self.spec, self.reader
         kv_b = reader.dense(prefix + "kv_b_proj", reader.dtype)
         heads = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
         return AttentionWeights(
-            qkv_a=reader.joined([prefix + "q_a_proj", prefix + "kv_a_proj_with_mqa"]),
-            q_a_norm=reader.float_tensor(prefix + "q_a_layernorm.weight"),
-            q_b=reader.linear(prefix + "q_b_proj"),
-            kv_a_norm=reader.float_tensor(prefix + "kv_a_layernorm.weight"),
+            qkv=concatenate(projections.inputs),
+            q_norm=reader.float_tensor(prefix + "q_a_layernorm.weight"),
+            q=concatenate(projections.queries),
+            kv_norm=reader.float_tensor(prefix + "kv_a_layernorm.weight"),
             w_uk=heads[:, : spec.nope_dim].contiguous(),
             w_uv=heads[:, spec.nope_dim :].contiguous(),
             o=reader.linear(prefix + "o_proj"),
-            indexer=self._indexer(prefix + "indexer.") if spec.is_full(layer) else None,
+            indexer=self._indexer(prefix + "indexer.") if len(projections.queries) > 1 else None,
         )
 
     def _indexer(self, prefix: str) -> IndexerWeights:
         reader = self.reader
         return IndexerWeights(
-            wq_b=reader.linear(prefix + "wq_b"),
-            wk=reader.linear(prefix + "wk"),
             k_norm_weight=reader.float_tensor(prefix + "k_norm.weight"),
             k_norm_bias=reader.float_tensor(prefix + "k_norm.bias"),
-            weights_proj=reader.dense(prefix + "weights_proj", torch.float32),
         )
 
     def _mlp(self, prefix: str) -> MlpWeights:

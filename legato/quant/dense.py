@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from legato.ops.experts import moe_bf16
-from legato.ops.gemm import linear_bf16
+from legato.ops.gemm import linear_bf16, linear_bf16_normed
 from legato.quant.formats import Format
 from legato.quant.weight import ScaleFault, Weight
 
@@ -49,6 +49,13 @@ class DenseWeight:
 
     def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return linear_bf16(x, self._packed, residual)
+
+    @cached_property
+    def _packed_normed(self) -> torch.Tensor:
+        return linear_bf16_normed.pack(self.tensor)
+
+    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return linear_bf16_normed(x, norm, eps, self._packed_normed)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.to(dtype)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from legato.ops.experts import moe_fp8_block
 from legato.ops.gemm import linear_fp8_block
 from legato.ops.gemm.dequantize import dequantize_fp8_block
+from legato.ops.pointwise import rms_norm
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
@@ -48,6 +49,9 @@ class Fp8BlockWeight:
 
     def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return linear_fp8_block(x, self.weight, self.scale_inv, residual)
+
+    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.linear(rms_norm(x, norm, eps))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_fp8_block(self.weight, self.scale_inv).to(dtype)

@@ -19,6 +19,7 @@ import torch
 from legato.ops.experts import moe_int4
 from legato.ops.gemm import linear_int4
 from legato.ops.gemm.dequantize import dequantize_int4
+from legato.ops.pointwise import rms_norm
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.nibbles import NibbleWeight
@@ -40,6 +41,9 @@ class Int4Weight(NibbleWeight):
 
     def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return linear_int4(x, self.packed, self.scale, residual)
+
+    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.linear(rms_norm(x, norm, eps))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_int4(self.packed, self.scale).to(dtype)

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from legato.ops.pointwise import rms_norm
 from legato.quant.dense import DenseWeight
 from legato.quant.formats import BLOCK, Format
 from legato.quant.fp8_block import Fp8BlockWeight
@@ -50,6 +51,9 @@ class StackedWeight:
             start = end
         return torch.cat(outputs, dim=-1)
 
+    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.linear(rms_norm(x, norm, eps))
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([weight.dequantize(dtype) for weight in self.weights])
 
@@ -62,30 +66,43 @@ class StackedWeight:
 
 def concatenate(weights: Sequence[Weight]) -> Weight:
     """Rows of all weights, in order. One weight of their format where they share it (for FP8: where every weight but
-    the last ends on a block), otherwise a `StackedWeight`. Values never change. Raises `ValueError` when the inputs
-    differ in width."""
+    the last ends on a block), otherwise a `StackedWeight` of as few as neighbours can be made. Values never change.
+    Raises `ValueError` when the inputs differ in width."""
     if len({weight.in_features for weight in weights}) != 1:
         raise ValueError(f"weights over one input differ in width: {[weight.in_features for weight in weights]}")
+    joined: list[Weight] = []
+    rest = list(weights)
+    while rest:
+        length = next(n for n in range(len(rest), 0, -1) if n == 1 or _one_format(rest[:n]))
+        joined.append(_joined(rest[:length]))
+        rest = rest[length:]
+    return joined[0] if len(joined) == 1 else StackedWeight(tuple(joined))
+
+
+def _one_format(weights: Sequence[Weight]) -> bool:
+    """Whether one weight can hold these."""
+    if all(isinstance(weight, DenseWeight) for weight in weights):
+        return len({weight.tensor.dtype for weight in cast("Sequence[DenseWeight]", weights)}) == 1
+    if all(isinstance(weight, Fp8BlockWeight) for weight in weights):
+        return all(weight.out_features % BLOCK == 0 for weight in weights[:-1])
+    if all(isinstance(weight, Int4Weight) for weight in weights):
+        return len({weight.scale.dtype for weight in cast("Sequence[Int4Weight]", weights)}) == 1
+    return all(isinstance(weight, Nvfp4Weight) for weight in weights)
+
+
+def _joined(weights: Sequence[Weight]) -> Weight:
     if len(weights) == 1:
         return weights[0]
-    if all(isinstance(weight, DenseWeight) for weight in weights):
-        dense = cast("Sequence[DenseWeight]", weights)
-        if len({weight.tensor.dtype for weight in dense}) == 1:
-            return DenseWeight(torch.cat([weight.tensor for weight in dense]))
-    if all(isinstance(weight, Fp8BlockWeight) for weight in weights):
+    if isinstance(weights[0], DenseWeight):
+        return DenseWeight(torch.cat([weight.tensor for weight in cast("Sequence[DenseWeight]", weights)]))
+    if isinstance(weights[0], Fp8BlockWeight):
         blocks = cast("Sequence[Fp8BlockWeight]", weights)
-        if all(weight.out_features % BLOCK == 0 for weight in blocks[:-1]):
-            joined = torch.cat([weight.weight.view(torch.uint8) for weight in blocks]).view(torch.float8_e4m3fn)
-            return Fp8BlockWeight(joined, torch.cat([weight.scale_inv for weight in blocks]))
-    if all(isinstance(weight, Nvfp4Weight) for weight in weights):
+        joined = torch.cat([weight.weight.view(torch.uint8) for weight in blocks]).view(torch.float8_e4m3fn)
+        return Fp8BlockWeight(joined, torch.cat([weight.scale_inv for weight in blocks]))
+    if isinstance(weights[0], Nvfp4Weight):
         nvfp4 = cast("Sequence[Nvfp4Weight]", weights)
         scale = torch.cat([weight.scale.view(torch.uint8) for weight in nvfp4]).view(torch.float8_e4m3fn)
         scale_2 = torch.cat([weight.scale_2 for weight in nvfp4])
         return Nvfp4Weight(torch.cat([weight.packed for weight in nvfp4]), scale, scale_2)
-    if all(isinstance(weight, Int4Weight) for weight in weights):
-        int4 = cast("Sequence[Int4Weight]", weights)
-        if len({weight.scale.dtype for weight in int4}) == 1:
-            return Int4Weight(
-                torch.cat([weight.packed for weight in int4]), torch.cat([weight.scale for weight in int4])
-            )
-    return StackedWeight(tuple(weights))
+    int4 = cast("Sequence[Int4Weight]", weights)
+    return Int4Weight(torch.cat([weight.packed for weight in int4]), torch.cat([weight.scale for weight in int4]))

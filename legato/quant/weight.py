@@ -43,6 +43,10 @@ class Weight(Protocol):
         """x[T,K] @ W.T (+ residual[T,N]) -> [T,N] in x.dtype."""
         ...
 
+    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        """rms_norm(x[T,K], norm[K], eps) @ W.T -> [T,N] in x.dtype: a product that norms its rows on the way in."""
+        ...
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] in `dtype`: computed in float32 with one rounding per element, then cast once."""
         ...

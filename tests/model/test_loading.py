@@ -94,14 +94,18 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path) -> None:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, MoeWeights)
     assert isinstance(mlp.experts, DenseExperts)
-    qkv_a = attention.qkv_a.dequantize(torch.float32)
-    assert same(qkv_a[: spec.q_lora_rank], "self_attn.q_a_proj.weight")
-    assert same(qkv_a[spec.q_lora_rank :], "self_attn.kv_a_proj_with_mqa.weight")
+    ends = spec.q_lora_rank, spec.latent_dim, spec.index_dim, spec.index_heads
+    q_a, kv_a, wk, gates = attention.qkv.dequantize(torch.float32).split(ends)
+    assert same(q_a, "self_attn.q_a_proj.weight") and same(kv_a, "self_attn.kv_a_proj_with_mqa.weight")
+    assert same(wk, "self_attn.indexer.wk.weight") and same(gates, "self_attn.indexer.weights_proj.weight")
+    q_b, wq_b = attention.q.dequantize(torch.float32).split(
+        (spec.num_heads * spec.qk_dim, spec.index_heads * spec.index_dim)
+    )
+    assert same(q_b, "self_attn.q_b_proj.weight") and same(wq_b, "self_attn.indexer.wq_b.weight")
     kv_b = torch.cat((attention.w_uk, attention.w_uv), dim=1).flatten(0, 1)
     assert same(kv_b, "self_attn.kv_b_proj.weight")
     assert attention.w_uk.shape == (spec.num_heads, spec.nope_dim, spec.kv_lora_rank)
     assert attention.indexer is not None
-    assert same(attention.indexer.weights_proj, "self_attn.indexer.weights_proj.weight")
     assert same(attention.indexer.k_norm_bias, "self_attn.indexer.k_norm.bias")
     assert weights.layers[1].attention.indexer is None
     assert same(mlp.gate, "mlp.gate.weight")
@@ -115,6 +119,10 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path) -> None:
     assert same(weights.mtp.eh_proj.dequantize(torch.float32), "eh_proj.weight")
     assert same(weights.mtp.norm, "shared_head.norm.weight")
     assert weights.mtp.layer.attention.indexer is not None
+    layer, seeded = weights.mtp.layer.attention, weights.mtp.seeded.attention
+    assert seeded.indexer is None and seeded.o is layer.o
+    for whole, part in ((layer.qkv, seeded.qkv), (layer.q, seeded.q)):
+        assert torch.equal(part.dequantize(torch.float32), whole.dequantize(torch.float32)[: part.out_features])
 
 
 def test_dtypes(tmp_path: Path) -> None:
@@ -125,7 +133,6 @@ def test_dtypes(tmp_path: Path) -> None:
     assert (moe.gate.dtype, moe.bias.dtype) == (torch.float32, torch.float32)
     indexer = weights.layers[0].attention.indexer
     assert indexer is not None
-    assert indexer.weights_proj.dtype == torch.float32
     assert {weights.embed.dtype, weights.norm.dtype, indexer.k_norm_bias.dtype} == {torch.bfloat16}
 
 
@@ -138,7 +145,7 @@ def test_unaligned_fp8_falls_back_without_changing_a_value(tmp_path: Path) -> No
     moe = kept.layers[2].mlp
     assert isinstance(moe, MoeWeights)
     assert isinstance(moe.experts, DenseExperts)
-    assert isinstance(kept.layers[2].attention.qkv_a, StackedWeight)
+    assert isinstance(kept.layers[2].attention.qkv, StackedWeight)
     assert_same(kept, load(folder))
 
 

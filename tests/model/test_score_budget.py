@@ -17,9 +17,7 @@ from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
 from legato.model.step import Step
-from legato.model.weights import IndexerWeights
 from legato.ops import rope_angles
-from legato.quant.dense import DenseWeight
 
 MIB = 1 << 20
 ROWS, CONTEXT = 40, 40 * 1024
@@ -46,21 +44,14 @@ class Indexer:
 
     def __init__(self) -> None:
         spec = stored_spec(Checkpoint.open(EMBEDDED_CHECKPOINT))
-        self.spec: ModelSpec = replace(spec, index_heads=2, hidden_size=32, q_lora_rank=16, index_topk=300)
+        self.spec: ModelSpec = replace(spec, index_heads=2, index_topk=300)
         draw = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=draw)
 
         dim, heads = spec.index_dim, self.spec.index_heads
-        self.weights = IndexerWeights(
-            DenseWeight(normal(heads * dim, 16)),
-            DenseWeight(normal(dim, 32)),
-            torch.ones(dim),
-            torch.zeros(dim),
-            normal(heads, 32),
-        )
-        self.x, self.q_lora = normal(ROWS, 32), normal(ROWS, 16)
+        self.q, self.gates = normal(ROWS, heads, dim), normal(ROWS, heads)
         num_pages = CONTEXT // 64
         self.cache = normal(num_pages + 1, 64, dim)
         positions = torch.arange(CONTEXT - ROWS, CONTEXT)
@@ -75,7 +66,7 @@ class Indexer:
         """Slots, counts, and the largest allocation on the way."""
         step = replace(self.step, score_bytes=score_bytes)
         with Largest() as largest:
-            found = select(self.x, self.q_lora, self.weights, self.cache, step, self.spec)
+            found = select(self.q, self.gates, self.cache, step, self.spec.index_topk)
         return found.slots, found.counts, largest.num_bytes
 
 

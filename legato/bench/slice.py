@@ -36,7 +36,7 @@ from legato.model.weights import MoeWeights
 from legato.ops import bind
 from legato.plan import Plan
 from legato.quant.weight import Experts
-from legato.runtime.batch import decode_batch
+from legato.runtime.batch import build_batch
 from legato.runtime.draw import PlainDraw, choose_greedy
 from legato.runtime.runner import Runner
 
@@ -112,7 +112,7 @@ def measure(share: Share, work: Work, device: torch.device, targets: tuple[str, 
     kernels = kernel_times(lambda: runner.launch(plan).outcome()) if device.type == "cuda" else ()
     exchanges = share.communicator.exchanges
     exchanges.clear()
-    reached = _experts_reached(runner, share, standing)
+    reached = _experts_reached(runner, share, plan)
     return Figure(
         spread=Spread.of(ends, "graph" if how == "graph" else "stream" if device.type == "cuda" else "cpu"),
         host_us=statistics.median(launches),
@@ -272,7 +272,7 @@ class _Counting:
 
 
 @torch.inference_mode()
-def _experts_reached(runner: Runner, share: Share, standing: Standing) -> float:
+def _experts_reached(runner: Runner, share: Share, plan: Plan) -> float:
     """Runs one iteration kernel by kernel; the mean number of experts over the sparse layers (0 where there is none)."""
     counts: list[int] = []
     layers = tuple(
@@ -284,7 +284,6 @@ def _experts_reached(runner: Runner, share: Share, standing: Standing) -> float:
     counted = replace(
         runner.iteration, target=Glm(share.spec, replace(share.weights, layers=layers), share.communicator)
     )
-    rows = torch.tensor(standing.rows, dtype=torch.int64, device=runner.rows.tokens.device)
-    batch = decode_batch(rows, runner.rows, share.spec, runner.settings.num_drafts)
+    batch = build_batch(plan, runner.rows, share.spec, runner.settings.num_drafts)
     counted.run(batch.within(runner.settings.score_bytes), runner.rows, PlainDraw(choose_greedy))
     return statistics.fmean(counts) if counts else 0.0

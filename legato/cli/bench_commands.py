@@ -69,6 +69,64 @@ def bench_skeleton(
     run(model, ranks, num_drafts, device, json)
 
 
+@app.command("slice")
+def bench_slice(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory or hub id of a checkpoint.", show_default=False)
+    ] = None,
+    dims: Annotated[
+        str | None, typer.Option(help="A published shape in place of a checkpoint: glm-5.2.", show_default=False)
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that share the model; one of them is measured.")] = 8,
+    rank: Annotated[int, typer.Option(help="Which of them.")] = 0,
+    layers: Annotated[
+        int | None, typer.Option(help="Only the first so many decoder layers (and the MTP layer).", show_default=False)
+    ] = None,
+    dummy: Annotated[
+        bool, typer.Option("--dummy", help="Draw weights on the device; of a checkpoint, read config.json alone.")
+    ] = False,
+    format: Annotated[str, typer.Option(help="Of drawn weights: nvfp4, fp8, int4, int4-fp8 or bf16.")] = "nvfp4",
+    context: Annotated[int, typer.Option(help="Tokens that each request holds; written, not prefilled.")] = 8192,
+    k: Annotated[int, typer.Option("--num-drafts", "--k", "-k", help="Tokens drafted per iteration, 0 to 7.")] = 5,
+    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
+    distinct_experts: Annotated[
+        float | None,
+        typer.Option(
+            help="Experts that one request's rows reach in a drawn layer, on average; by default routing is even.",
+            show_default=False,
+        ),
+    ] = None,
+    accept_length: Annotated[
+        float | None,
+        typer.Option(
+            "--simulate-accept-length",
+            show_default=False,
+            help="Print tokens per second for so many tokens per iteration, as simulated.",
+        ),
+    ] = None,
+    iterations: Annotated[int, typer.Option(help="Iterations that are timed.")] = 50,
+    latent: options.Latent = "auto",
+    device: options.Device = "auto",
+    op: options.Ops = None,
+    kernels: Annotated[int, typer.Option(help="Show so many kernels, the longest in all first (on a GPU).")] = 20,
+    json: Annotated[
+        Path | None, typer.Option(help="Append the figure as a JSON object to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Times one rank's iteration on one device: the engine's own code on a share of the weights, without the other ranks.
+
+    Exchanges between ranks are counted, modelled and printed apart. Without a checkpoint it is GLM-5.2 with drawn weights.
+    """
+    from legato.bench.slice import Work
+    from legato.cli.flags import overrides
+    from legato.cli.slice import Asked
+    from legato.cli.slice import bench_slice as run
+
+    asked = Asked(model, dims, tp, rank, layers, dummy, format, distinct_experts, device, accept_length)
+    work = Work(batch, context, k, iterations, distinct_experts, latent, overrides(op or []))
+    run(asked, work, kernels, json)
+
+
 @app.command("serve")
 def bench_serve(
     url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, e.g. http://127.0.0.1:8000.")],

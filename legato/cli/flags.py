@@ -76,7 +76,7 @@ class EngineFlags:
                 graphs=graphs,
                 kernel_cache=self.kernel_cache,
                 threads=self.threads,
-                ops=_overrides(self.op or []),
+                ops=overrides(self.op or []),
                 score_bytes=None if self.score_budget is None else self.score_budget << 20,
             ),
             verify_speculation=self.verify_speculation,
@@ -199,14 +199,15 @@ def command(run: Callable[..., None], text: str, *groups: type[Any]) -> Callable
     return called
 
 
-def _overrides(given: list[str]) -> dict[str, str]:
-    overrides: dict[str, str] = {}
+def overrides(given: list[str]) -> dict[str, str]:
+    """`OP=NAME`, each, as a mapping. Raises `ConfigError` for anything of another form."""
+    found: dict[str, str] = {}
     for override in given:
         name, equals, implementation = override.partition("=")
         if not (name and equals and implementation):
             raise ConfigError(f"--op must look like attend=reference, got {override!r}")
-        overrides[name] = implementation
-    return overrides
+        found[name] = implementation
+    return found
 
 
 def _bias(given: list[str]) -> dict[int, float]:

@@ -1,0 +1,147 @@
+"""`legato bench slice`: one rank's share of an iteration on this device, its kernels, and what a group would make of it.
+
+Owns the combination of flags and what the terminal shows. Called by `legato.cli.bench_commands`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from legato.bench.kernels import KernelTime
+from legato.bench.launches import GLM_5_2
+from legato.bench.record import Setting, append
+from legato.bench.share import Share, drawn, first_layers, loaded
+from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, Work, fields, measure, simulated
+from legato.cli.bench import device_named
+from legato.config import MAX_DRAFTS, ConfigError
+from legato.engine.start import open_checkpoint, targets_of
+from legato.model.convert import Target
+from legato.model.inventory import stored_spec
+from legato.model.spec import ModelSpec
+from legato.ops import BindError
+from legato.parallel import Mesh
+
+FORMATS: Mapping[str, Target | None] = {
+    "nvfp4": Target.NVFP4, "fp8": Target.FP8, "int4": Target.INT4, "int4-fp8": Target.INT4_FP8, "bf16": None,
+}  # fmt: skip
+
+DIMENSIONS: Mapping[str, dict[str, object]] = {"glm-5.2": GLM_5_2}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the flags say. `model` and `dims` name the model, one of them; `dummy` draws weights in `format`."""
+
+    model: str | None
+    dims: str | None
+    tp: int
+    rank: int
+    layers: int | None
+    dummy: bool
+    format: str
+    distinct_experts: float | None
+    device: str
+    accept_length: float | None
+
+
+def bench_slice(asked: Asked, work: Work, num_shown: int, path: Path | None) -> None:
+    """Builds the share, measures, prints and records. Raises ConfigError, SpecError or CheckpointError for what cannot be."""
+    if not 0 <= work.num_drafts <= MAX_DRAFTS:
+        raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {work.num_drafts}")
+    if asked.accept_length is not None and not 1 <= asked.accept_length <= work.num_drafts + 1:
+        raise ConfigError(
+            f"--simulate-accept-length must be between 1 and k + 1 = {work.num_drafts + 1}, got {asked.accept_length:g}"
+        )
+    console, device = Console(), device_named(asked.device)
+    share = _share(asked, work, device)
+    try:
+        figure = measure(share, work, device, targets_of(str(device)))
+    except BindError as error:
+        raise ConfigError(f"--op: {error}") from error
+    setting = Setting.here(device)
+    drawn_as = {"format": asked.format, "weights": "dummy"} if _is_drawn(asked) else {"weights": "checkpoint"}
+    line = fields(share, work, figure, setting.gpu, drawn_as)
+    if asked.accept_length is not None:
+        line |= simulated(figure, asked.accept_length)
+    _print(console, share, work, figure, line, setting)
+    if num_shown and figure.kernels:
+        console.print(_table(figure.kernels, num_shown))
+    if path is not None:
+        append(path, [line], setting)
+
+
+def _is_drawn(asked: Asked) -> bool:
+    return asked.dummy or asked.model is None
+
+
+def _share(asked: Asked, work: Work, device: torch.device) -> Share:
+    if asked.model is not None and asked.dims is not None:
+        raise ConfigError("give a model or --dims, not both")
+    if asked.dims is not None and asked.dims not in DIMENSIONS:
+        raise ConfigError(f"--dims must be one of {', '.join(DIMENSIONS)}, got {asked.dims!r}")
+    if asked.format not in FORMATS:
+        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {asked.format!r}")
+    try:
+        mesh = Mesh(asked.rank, asked.tp)
+    except ValueError as error:
+        raise ConfigError(f"--rank and --tp: {error}") from error
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if not _is_drawn(asked):
+        if asked.layers is not None or asked.distinct_experts is not None:
+            raise ConfigError(
+                "--layers and --distinct-experts need --dummy: a checkpoint has its layers and its router"
+            )
+        checkpoint = open_checkpoint(asked.model)
+        return loaded(checkpoint, stored_spec(checkpoint), mesh, device, dtype)
+    spec = (
+        ModelSpec.from_config(DIMENSIONS[asked.dims or "glm-5.2"], name="GLM-5.2")
+        if asked.model is None
+        else stored_spec(open_checkpoint(asked.model))
+    )
+    spec = first_layers(spec, asked.layers or spec.num_layers)
+    return drawn(spec, mesh, FORMATS[asked.format], asked.distinct_experts, work.num_drafts + 1, device, dtype)
+
+
+def _print(
+    console: Console, share: Share, work: Work, figure: Figure, line: Mapping[str, object], setting: Setting
+) -> None:
+    spec, mesh, spread = share.spec, share.communicator.mesh, figure.spread
+    lines = [
+        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}; {work.batch} requests of {work.context:,} "
+        f"tokens (written, not prefilled), K = {work.num_drafts}",
+        f"iteration {spread.median_us / 1e3:.3f} ms (p20 {spread.p20_us / 1e3:.3f}, p80 {spread.p80_us / 1e3:.3f}; "
+        f"{figure.how}, {work.iterations} iterations), {figure.host_us:.0f} us of host time to launch one",
+        f"{line['bytes'] / 1e9:.3f} GB must be read"  # type: ignore[operator]
+        + (f": {line['floor_us'] / 1e3:.3f} ms, {line['roofline_percent']:.0f} %" if line["floor_us"] else "")  # type: ignore[operator]
+        + f"; {figure.experts_reached:.1f} experts reached per sparse layer",
+        f"without the other ranks: {figure.exchanges} exchanges are not in it; at {MODELLED_EXCHANGE_US:g} us each (modelled) "
+        f"they would add {figure.modelled_us / 1e3:.2f} ms",
+    ]
+    if figure.kernels:
+        total = sum(kernel.total_us for kernel in figure.kernels)
+        lines.append(
+            f"{sum(kernel.calls for kernel in figure.kernels)} kernels, {total / 1e3:.3f} ms in all (profiled)"
+        )
+    if "accept_length" in line:
+        lines.append(
+            f"SIMULATED accept length {line['accept_length']}: {line['tokens_per_s_simulated']:.1f} tokens/s, "
+            f"{line['tokens_per_s_simulated_with_exchanges']:.1f} with modelled exchanges"
+        )
+    lines.append(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _table(kernels: Sequence[KernelTime], num_shown: int) -> Table:
+    table = Table("kernel", "calls", "us", "us each", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kernel in kernels[:num_shown]:
+        each = kernel.total_us / kernel.calls
+        table.add_row(kernel.name[:90], str(kernel.calls), f"{kernel.total_us:.1f}", f"{each:.2f}")
+    return table

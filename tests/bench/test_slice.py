@@ -1,0 +1,99 @@
+"""`legato bench slice` at toy sizes on the CPU: the engine's own loop over a rank's share, and every figure it must print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from legato.bench.launches import GLM_5_2
+from legato.bench.record import Setting, append
+from legato.bench.roofline import traffic, traffic_of
+from legato.bench.share import drawn, first_layers
+from legato.bench.slice import Work, fields, measure, simulated
+from legato.cli.slice import Asked, bench_slice
+from legato.config import ConfigError
+from legato.model.checkpoint import Checkpoint
+from legato.model.convert import Target
+from legato.model.dummy import Recipe
+from legato.model.inventory import survey
+from legato.model.names import Kind, expected
+from legato.model.spec import ModelSpec, SpecError
+from legato.parallel import Mesh
+from tests.tiny import tiny_checkpoint, tiny_config
+
+CPU = torch.device("cpu")
+NUM_DRAFTS = 2
+WORK = Work(batch=2, context=70, num_drafts=NUM_DRAFTS, iterations=2, distinct_experts=None, latent="auto", ops={})
+
+
+@pytest.fixture(scope="module")
+def tiny() -> ModelSpec:
+    return first_layers(ModelSpec.from_config(tiny_config(index_head_dim=128), name="tiny"), 4)
+
+
+def test_a_share_is_measured_and_recorded(tiny: ModelSpec, tmp_path: Path) -> None:
+    share = drawn(tiny, Mesh(1, 2), Target.NVFP4, None, NUM_DRAFTS + 1, CPU, torch.float32)
+    figure = measure(share, WORK, CPU, ())
+    line = fields(share, WORK, figure, None, {"format": "nvfp4"}) | simulated(figure, 2.5)
+    append(tmp_path / "slice.jsonl", [line], Setting.here(CPU))
+    read = json.loads((tmp_path / "slice.jsonl").read_text())
+    assert read["case"] == {"tp": 2, "rank": 1, "layers": 4, "format": "nvfp4"}
+    assert (read["batch"], read["context"], read["k"]) == (2, 70, NUM_DRAFTS)
+    assert read["median_us"] > 0 and read["context_synthetic"]
+    assert read["accept_length_simulated"] and read["accept_length"] == 2.5
+    # Two sums per layer and pass, and the head's gather after each pass: 4 layers, then the MTP layer twice.
+    assert read["exchanges"] == 2 * (4 + NUM_DRAFTS) + 1 + NUM_DRAFTS
+    modelled = read["exchanges"] * read["exchange_us_assumed"]
+    assert read["tokens_per_s_simulated"] == pytest.approx(2.5e6 / read["median_us"])
+    assert read["tokens_per_s_simulated_with_exchanges"] == pytest.approx(2.5e6 / (read["median_us"] + modelled))
+    assert 2 <= read["experts_reached"] <= 8
+    assert 1.0 <= figure.emitted <= NUM_DRAFTS + 1, "requests decode from the context that was written"
+
+
+def test_the_floor_of_drawn_weights_is_that_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_checkpoint(tmp_path, "nvfp4"))
+    spec = ModelSpec.from_config(checkpoint.config, name="tiny")
+    formats = {name: stored.format for name, stored in survey(checkpoint, spec).linears.items()}
+    share = drawn(spec, Mesh(0, 2), Target.NVFP4, None, 3, CPU, torch.float32)
+    assert share.traffic == traffic_of(spec, formats, 2)
+    of_checkpoint = traffic(checkpoint, 2)
+    assert share.traffic.iteration(1, 5, 500) == of_checkpoint.iteration(1, 5, 500)
+    # As many experts as even routing reaches on average give the same bytes; half as many, fewer.
+    even = 8 * (1 - (1 - 2 / 8) ** 6)
+    assert share.traffic.iteration(1, 5, 500, even) == pytest.approx(of_checkpoint.iteration(1, 5, 500))
+    assert share.traffic.iteration(1, 5, 500, even / 2) < of_checkpoint.iteration(1, 5, 500)
+
+
+def test_glm_5_2_has_the_floor_that_was_computed_by_hand() -> None:
+    """NVFP4, rank of 8, 8K, 44 experts: 4.44 ms at 4.3 TB/s, kept to a few percent."""
+    spec, recipe = ModelSpec.from_config(GLM_5_2, name="GLM-5.2"), Recipe(Target.NVFP4)
+    formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
+    assert traffic_of(spec, formats, 8).iteration(1, 5, 8192, 44) / 4.3e9 == pytest.approx(4.44, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "somewhere", "dims": "glm-5.2"}, "not both"),
+        ({"dims": "glm-6"}, "--dims must be one of"),
+        ({"format": "int3"}, "--format must be one of"),
+        ({"rank": 8}, "--rank and --tp"),
+        ({"accept_length": 7.5}, "--simulate-accept-length must be between 1 and k"),
+        ({"model": "somewhere", "layers": 2, "dims": None}, "need --dummy"),
+    ],
+)
+def test_flags_that_contradict_are_refused(changes: dict[str, object], message: str) -> None:
+    given = {
+        "model": None, "dims": None, "tp": 8, "rank": 0, "layers": None, "dummy": False, "format": "nvfp4",
+        "distinct_experts": None, "device": "cpu", "accept_length": None,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        bench_slice(Asked(**{**given, **changes}), WORK, 0, None)
+
+
+def test_more_layers_than_there_are_are_refused(tiny: ModelSpec) -> None:
+    with pytest.raises(SpecError, match="4 layers; asked for 5"):
+        first_layers(tiny, 5)

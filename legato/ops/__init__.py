@@ -21,20 +21,37 @@ from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
 from legato.ops.prologue import prologue_full, prologue_shared, quantize_index_query
 from legato.ops.reduce import add_rms_norm, all_reduce_add_norm
-from legato.ops.rows import advance_rows, cache_slots, gather_rows
+from legato.ops.rows import (
+    LETTER_EXTRA,
+    accept_rows,
+    advance_rows,
+    cache_slots,
+    chain_rows,
+    cut,
+    decode_rows,
+    extend_rows,
+    gather_rows,
+    write_letter,
+)
 from legato.ops.sample import gumbel, logprobs, penalize, sample, verify
 from legato.ops.score import index_scores
 from legato.ops.select import top_k
 
 __all__ = [
+    "LETTER_EXTRA",
     "BindError",
     "Bindings",
     "Op",
+    "accept_rows",
     "add_rms_norm",
     "advance_rows",
     "all_reduce_add_norm",
     "bind",
     "cache_slots",
+    "chain_rows",
+    "cut",
+    "decode_rows",
+    "extend_rows",
     "gather_index_pages",
     "gather_latent",
     "gather_rows",
@@ -71,4 +88,5 @@ __all__ = [
     "swiglu",
     "top_k",
     "verify",
+    "write_letter",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from legato.config import PAGE_SIZE
 from legato.model.spec import ModelSpec
 from legato.model.step import Step
-from legato.ops import cache_slots, gather_rows, rope_angles
+from legato.ops import cache_slots, chain_rows, decode_rows, gather_rows, rope_angles
 from legato.plan import Plan
 from legato.runtime.rows import Rows
 from legato.runtime.staging import staged
@@ -45,6 +45,10 @@ class Samplers:
     row_index: Tensor
     sampler_of: Tensor
     offset: Tensor
+
+    def following(self) -> Tensor:
+        """[B, R] int64 positions of the tokens that the verifying rows choose."""
+        return self.base[:, None] + 1 + torch.arange(self.row_index.shape[1], device=self.base.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,25 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain:
     return Batch(ids, next_ids, step, samplers)
 
 
-def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, num_drafts: int) -> Batch:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Of a batch in which B requests verify K drafts each and nothing else runs: the fields of `Samplers` and `Batch` that are
+    the same in every iteration, made once."""
+
+    row_index: Tensor
+    sampler_of: Tensor
+    offset: Tensor
+    next_ids: Tensor
+
+    @classmethod
+    def of(cls, num_requests: int, num_drafts: int, device: torch.device) -> Layout:
+        """For B = `num_requests` and K = `num_drafts`."""
+        width = num_drafts + 1
+        rows = torch.arange(num_requests * width, device=device)
+        return cls(rows.view(num_requests, width), rows // width, rows % width, torch.zeros_like(rows))
+
+
+def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, layout: Layout) -> Batch:
     """The batch in which B requests verify K drafts each, and nothing else runs.
 
     Its shapes are a function of B and K, and nothing is read on the host, so that a graph can hold it. A request that verifies
@@ -134,25 +156,31 @@ def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, num_drafts: 
         sampler_rows: [B] int64 device rows; row 0, which is padding, any number of times.
         rows: the device table.
         spec: the model's shapes.
-        num_drafts: K.
+        layout: of B and K.
     """
-    device, num_requests, width = sampler_rows.device, sampler_rows.shape[0], num_drafts + 1
-    depth = torch.arange(width, device=device)
-    row_index = torch.arange(num_requests * width, device=device).view(num_requests, width)
-    device_rows = sampler_rows[:, None].expand(-1, width).reshape(-1)
-    offset = depth.expand(num_requests, -1).reshape(-1)
-    ids, positions = gather_rows(rows.tokens, rows.lengths, device_rows, offset)
-    offered = rows.num_drafts[sampler_rows].clamp(max=num_drafts)
+    num_requests, width = layout.row_index.shape
+    ids, *stands = decode_rows(
+        sampler_rows,
+        rows.tokens,
+        rows.lengths,
+        rows.done,
+        rows.page_table,
+        width,
+        spec.rope_theta,
+        spec.rope_dim,
+    )
+    positions, request, visible, slots, cos, sin = stands
     samplers = Samplers(
         rows=sampler_rows,
-        base=rows.lengths[sampler_rows],
-        num_drafts=offered,
-        drafts=rows.tokens[sampler_rows, 1:width],
-        row_index=row_index,
-        sampler_of=row_index.reshape(-1) // width,
-        offset=offset,
+        base=positions[::width].contiguous(),
+        num_drafts=rows.num_drafts[sampler_rows].clamp(max=width - 1),
+        drafts=ids.view(num_requests, width)[:, 1:],
+        row_index=layout.row_index,
+        sampler_of=layout.sampler_of,
+        offset=layout.offset,
     )
-    return Batch(ids, torch.zeros_like(ids), make_step(positions, device_rows, rows, spec), samplers)
+    step = Step(positions, request, rows.page_table, visible, slots, cos, sin)
+    return Batch(ids, layout.next_ids, step, samplers)
 
 
 def make_step(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpec) -> Step:
@@ -168,18 +196,18 @@ def make_step(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpe
     return _step(positions, device_rows, rows.page_table[:, :num_pages], slots, spec)
 
 
-def chain_steps(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpec) -> list[Step]:
-    """Where the chain's single rows stand, one step after another, for positions [n, B]. They store nothing.
+def chain_steps(samplers: Samplers, counts: Tensor, num_steps: int, rows: Rows, spec: ModelSpec) -> list[Step]:
+    """Where the chain's single rows stand, one step after another, behind the first `counts` [B] tokens. They store nothing.
 
     Their latents would never be read: the selection they reuse holds none of them, and the next draft-extend writes these
     positions itself.
     """
-    num_steps, num_requests = positions.shape
     if not num_steps:
         return []
-    flat = positions.reshape(-1)
-    slots = torch.full_like(flat, -1, dtype=torch.int32)
-    step = _step(flat, device_rows.repeat(num_steps), rows.page_table, slots, spec)
+    positions, request, visible, slots, cos, sin = chain_rows(
+        samplers.rows, samplers.base, counts, num_steps, spec.rope_theta, spec.rope_dim
+    )
+    step, num_requests = Step(positions, request, rows.page_table, visible, slots, cos, sin), counts.shape[0]
     return [step.rows(slice(n * num_requests, (n + 1) * num_requests)) for n in range(num_steps)]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from legato.config import Resolved
-from legato.runtime.batch import decode_batch
+from legato.runtime.batch import Layout, decode_batch
 from legato.runtime.draw import CHOICES, Draw, PlainDraw, Variant
 from legato.runtime.graphs import Graphs, Key, Seats, buckets
 from legato.runtime.rows import Rows
@@ -25,6 +25,7 @@ class Decoder:
         self.buckets = buckets(settings.max_running)
         self.seats = Seats(self.buckets[-1], rows.tokens.device)
         self.graphs = Graphs()
+        self._layouts = {size: Layout.of(size, iteration.num_drafts, rows.tokens.device) for size in self.buckets}
 
     def key(self, bucket: int, variant: Variant) -> Key:
         """What a graph for this bucket is kept under."""
@@ -41,7 +42,7 @@ class Decoder:
     def run(self, bucket: int, draw: Draw) -> Verified:
         """One iteration of the first `bucket` places, launched kernel by kernel. This is what graphs are made of."""
         places = self.seats.places[:bucket]
-        batch = decode_batch(places, self._rows, self._iteration.target.spec, self._iteration.num_drafts)
+        batch = decode_batch(places, self._rows, self._iteration.target.spec, self._layouts[bucket])
         _, verified = self._iteration.run(batch.within(self._score_bytes), self._rows, draw)
         assert verified is not None, "a decode batch samples"
         return verified

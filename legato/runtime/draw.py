@@ -49,8 +49,8 @@ CHOICES: Mapping[Variant, Choose] = {"greedy": choose_greedy, "general": choose_
 class Draw(Protocol):
     """Chooses the tokens of one iteration: first `verify`, then `record`, then `draft` once per draft."""
 
-    def verify(self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Tensor) -> Tensor:
-        """The target's own tokens [B, R] from its logits [B * R, W], for the positions [B, R] of the new tokens."""
+    def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
+        """The target's own tokens [B, R] from its logits [B * R, W]; row r of a request says what follows position base + r."""
         ...
 
     def record(self, samplers: Samplers, sampled: Tensor, counts: Tensor) -> None:
@@ -70,8 +70,9 @@ class PlainDraw:
 
     choose: Choose
 
-    def verify(self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Tensor) -> Tensor:
-        device_rows = samplers.rows[:, None].expand(positions.shape)
+    def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
+        device_rows = samplers.rows[:, None].expand(samplers.row_index.shape)
+        positions = samplers.following()
         return self.choose(logits, rows, device_rows.reshape(-1), positions.reshape(-1)).view(positions.shape)
 
     def record(self, samplers: Samplers, sampled: Tensor, counts: Tensor) -> None:
@@ -96,7 +97,8 @@ class ControlledDraw:
     controls: ControlTable
     gates: Mapping[int, Gate]
 
-    def verify(self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Tensor) -> Tensor:
+    def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
+        positions = samplers.following()
         num_requests, width = positions.shape
         offsets = torch.arange(width, device=logits.device)
         # [R, R - 1]: row r supposes drafts 0..r-1.

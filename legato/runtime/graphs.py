@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.runtime.draw import Variant
-from legato.runtime.mailbox import DEPTH, EXTRA, pack
+from legato.runtime.mailbox import Ring
 from legato.runtime.speculate import Verified
 from legato.runtime.staging import staged
 
@@ -75,14 +75,12 @@ class Cost:
     pool_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, the ring [DEPTH, B, R + EXTRA] of letters that it writes, and how often it has run, as both sides count it."""
+    """A graph, and the ring of letters that it writes."""
 
     graph: torch.cuda.CUDAGraph
-    letters: Tensor
-    device_runs: Tensor
-    runs: int = 0
+    ring: Ring
 
 
 class Graphs:
@@ -102,23 +100,15 @@ class Graphs:
         Nothing is executed, so the device table stays as it is.
         """
         started, before = time.perf_counter(), torch.cuda.memory_reserved()
-        shape = (DEPTH, key.bucket, key.num_drafts + 1 + EXTRA)
-        letters = torch.zeros(shape, dtype=torch.int64, device="cuda")
-        runs = torch.zeros(1, dtype=torch.int64, device="cuda")
+        ring = Ring(key.bucket, key.num_drafts + 1, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            verified = iteration()
-            runs.add_(1)
-            letters.index_copy_(0, runs.remainder(DEPTH), pack(verified, runs).unsqueeze(0))
-        self._captured[key] = _Captured(graph, letters, runs)
+            ring.write(iteration())
+        self._captured[key] = _Captured(graph, ring)
         self.costs[key] = Cost(time.perf_counter() - started, torch.cuda.memory_reserved() - before)
 
     def launch(self, key: Key) -> tuple[Tensor, int]:
-        """Replays a graph; returns where its letter will be [B, R + EXTRA], and the letter's number.
-
-        The place is written again `DEPTH` launches later.
-        """
+        """Replays a graph; returns where its letter will be, and the letter's number (see `Ring.take`)."""
         captured = self._captured[key]
         captured.graph.replay()
-        captured.runs += 1
-        return captured.letters[captured.runs % DEPTH], captured.runs
+        return captured.ring.take()

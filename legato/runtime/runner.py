@@ -27,7 +27,7 @@ from legato.runtime.grammar import Gate, Grammars
 from legato.runtime.graphs import buckets
 from legato.runtime.host import HostPages
 from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
-from legato.runtime.mailbox import Letter, Mailbox, pack
+from legato.runtime.mailbox import Letter, Mailbox, Ring
 from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration, Verified
 from legato.types import ParameterError, SamplingParams, TokenLogprob
@@ -88,7 +88,6 @@ class Runner:
         device = torch.device(settings.device)
         self.decoder = Decoder(self.iteration, self.rows, settings) if device.type == "cuda" else None
         self.mailbox = Mailbox(buckets(settings.max_running)[-1], MAX_DRAFTS + 1, device)
-        self._unnumbered = torch.zeros(1, dtype=torch.int64, device=device)
         self.host = HostPages(caches, settings.host_pages) if settings.host_pages else None
         self.grammars: Grammars | None = None
         self._controls = ControlTable(self.rows, spec.vocab_size)
@@ -136,7 +135,7 @@ class Runner:
         batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts, self._plain)
         batch = batch.within(self.settings.score_bytes)
         hidden, verified = self.iteration.run(batch, self.rows, self._draw(sampler_rows))
-        letter = None if verified is None else self.mailbox.post(pack(verified, self._unnumbered), 0)
+        letter = None if verified is None else self._post(verified)
         logprobs = self._logprobs(verified, wanted)
         return Flight(plan, sampler_rows, drafted, letter, logprobs, wanted, self._prompt_logprobs(plan, hidden))
 
@@ -149,8 +148,15 @@ class Runner:
             letter = self.mailbox.post(*decoder.launch(bucket, variant))
             return Flight(plan, plan.decodes, drafted, letter, None, wanted)
         verified = decoder.run(bucket, self._draw(plan.decodes))
-        letter = self.mailbox.post(pack(verified, self._unnumbered), 0)
+        letter = self._post(verified)
         return Flight(plan, plan.decodes, drafted, letter, self._logprobs(verified, wanted), wanted)
+
+    def _post(self, verified: Verified) -> Letter:
+        """Of an iteration that is no graph: its letter has a ring of its own."""
+        num_requests, num_tokens = verified.sampled.shape
+        ring = Ring(num_requests, num_tokens, verified.sampled.device)
+        ring.write(verified)
+        return self.mailbox.post(*ring.take())
 
     def _drafted(self, plan: Plan, sampler_rows: Sequence[int]) -> tuple[int, ...]:
         """How many drafts each sampling row verifies."""

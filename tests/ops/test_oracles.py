@@ -103,6 +103,11 @@ def all_reduce_add_norm(partial, residual, weight, eps, exchange):
 
 
 @oracle
+def all_gather(shard, exchange):
+    return torch.cat([one[None] for one in (*exchange.before, shard, *exchange.after)])
+
+
+@oracle
 def swiglu(gate_up):
     gate, up = double(gate_up).chunk(2, -1)
     return gate / (1 + (-gate).exp()) * up
@@ -151,6 +156,12 @@ def linear_bf16(x, weight, residual=None):
 @oracle
 def linear_bf16_normed(x, norm, eps, weight):
     return rms_norm(x, norm, eps) @ double(weight).T
+
+
+@oracle
+def linear_swiglu(x, gate_up):
+    gate, up = (double(x) @ double(gate_up).T).chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
 
 
 @oracle
@@ -595,3 +606,65 @@ def advance_rows(tokens, lengths, done, rows, base, sampled, counts, ended, draf
         lengths[row] = int(base[request]) + count
         done[row] = bool(ended[request])
     return tokens, lengths, done
+
+
+@oracle
+def decode_rows(places, tokens, lengths, done, page_table, width, theta, rope_dim):
+    stands = [(row, depth) for row in places.tolist() for depth in range(width)]
+    ids = torch.tensor([int(tokens[row, depth]) for row, depth in stands])
+    positions = torch.tensor([int(lengths[row]) + depth for row, depth in stands])
+    rows = torch.tensor([row for row, _ in stands])
+    slots = cache_slots(page_table, rows, positions)
+    slots = torch.tensor([-1 if done[row] else slot for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)])
+    return ids, positions, rows, positions + 1, slots, *rope_angles(positions, theta, rope_dim)
+
+
+@oracle
+def chain_rows(places, base, counts, num_steps, theta, rope_dim):
+    requests = list(zip(base.tolist(), counts.tolist(), strict=True))
+    positions = torch.tensor(
+        [at + max(count - 1, 0) + step for step in range(1, num_steps + 1) for at, count in requests]
+    )
+    rows = torch.tensor(places.tolist() * num_steps)
+    nowhere = torch.full_like(rows, -1)
+    return positions, rows, positions + 1, nowhere, *rope_angles(positions, theta, rope_dim)
+
+
+@oracle
+def accept_rows(sampled, drafts, num_drafts, rows, base, max_lengths, capacity, stop_ids, done):
+    lines = []
+    for request, row in enumerate(rows.tolist()):
+        mine, offered = sampled[request].tolist(), drafts[request].tolist()[: int(num_drafts[request])]
+        accepted = 0
+        while accepted < len(offered) and mine[accepted] == offered[accepted]:
+            accepted += 1
+        emitted, ended, position = 0, int(base[request]) + 1 >= int(max_lengths[row]), int(base[request])
+        stops = {token for token in stop_ids[row].tolist() if token >= 0}
+        while emitted <= accepted and not ended and position < int(capacity[row]):
+            position += 1
+            ended = mine[emitted] in stops or position + 1 >= int(max_lengths[row])
+            emitted += 1
+        was_done = bool(done[row])
+        lines.append((accepted, 0 if was_done else emitted, ended or was_done, not was_done))
+    accepted, counts, ended, live = zip(*lines, strict=True)
+    return torch.tensor(accepted), torch.tensor(counts), torch.tensor(ended), torch.tensor(live)
+
+
+@oracle
+def extend_rows(sampled, counts, row_index, sampler_of, offset, next_ids, slots):
+    following, stored = next_ids.tolist(), slots.tolist()
+    for row, (request, at) in enumerate(zip(sampler_of.tolist(), offset.tolist(), strict=True)):
+        if request >= 0:
+            following[row] = int(sampled[request, at])
+            stored[row] = -1 if at >= int(counts[request]) else stored[row]
+    seed = [int(row_index[request, max(int(count) - 1, 0)]) for request, count in enumerate(counts)]
+    return torch.tensor(following), torch.tensor(stored), torch.tensor(seed)
+
+
+@oracle
+def write_letter(letters, number, sampled, counts, accepted, ended, live):
+    number += 1
+    facts = zip(sampled.tolist(), counts.tolist(), accepted.tolist(), ended.tolist(), live.tolist(), strict=True)
+    for request, (tokens, *others) in enumerate(facts):
+        letters[int(number) % len(letters), request] = torch.tensor([*tokens, *map(int, others), int(number)])
+    return letters, number

@@ -100,9 +100,8 @@ def verified(controls: Controls) -> Tensor:
     for row in range(1, COUNT + 1):
         table.admit(admit(row, controls))
     draw = ControlledDraw(choose_general, table, {})
-    positions = torch.arange(9, 9 + WIDTH).expand(COUNT, -1)
     samplers = samplers_of(torch.arange(1, COUNT + 1), DRAFTS)
-    return draw.verify(LOGITS.expand(COUNT * WIDTH, -1), rows, samplers, positions)
+    return draw.verify(LOGITS.expand(COUNT * WIDTH, -1), rows, samplers)
 
 
 @pytest.mark.parametrize("name", list(KINDS))
@@ -156,7 +155,7 @@ def test_where_nothing_is_left_the_model_decides() -> None:
     table.admit(admit(1, replace(OFF, allowed=(STOP,), min_length=100)))
     draw = ControlledDraw(choose_greedy, table, {})
     samplers = samplers_of(torch.tensor([1]), [])
-    assert draw.verify(LOGITS[None], rows, samplers, torch.tensor([[9]])).tolist() == [[0]]
+    assert draw.verify(LOGITS[None], rows, samplers).tolist() == [[0]]
 
 
 def test_equal_logits_after_controls_go_to_the_lowest_id() -> None:
@@ -164,4 +163,4 @@ def test_equal_logits_after_controls_go_to_the_lowest_id() -> None:
     table = ControlTable(rows, VOCAB)
     table.admit(admit(1, replace(OFF, bias=((0, -0.5),))))
     draw = ControlledDraw(choose_greedy, table, {})
-    assert draw.verify(LOGITS[None], rows, samplers_of(torch.tensor([1]), []), torch.tensor([[9]])).tolist() == [[0]]
+    assert draw.verify(LOGITS[None], rows, samplers_of(torch.tensor([1]), [])).tolist() == [[0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legato.runtime.speculate import cut
+from legato.ops import cut
 
 SAMPLED = [5, 6, 7, 8]
 

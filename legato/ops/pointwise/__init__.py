@@ -46,7 +46,7 @@ def rope_angles(positions: Tensor, theta: float, dim: int) -> tuple[Tensor, Tens
     training: at position 10^6 it has an error of up to 0.03 rad that the model has learnt. Once per step; all layers
     share it. Source: Su et al. 2021, arXiv:2104.09864.
     """
-    frequencies = _frequencies_on(positions.device, theta, dim)
+    frequencies = rope_frequencies(positions.device, theta, dim)
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
     return map_elements(torch.cos, angles), map_elements(torch.sin, angles)
 
@@ -59,8 +59,9 @@ def _frequencies(theta: float, dim: int) -> tuple[float, ...]:
 
 
 @cache
-def _frequencies_on(device: torch.device, theta: float, dim: int) -> Tensor:
-    """Made once per device: a graph that is being captured cannot copy from the host."""
+def rope_frequencies(device: torch.device, theta: float, dim: int) -> Tensor:
+    """theta^(-2i/dim) for i in 0..dim/2, float32 [dim/2]: made once per device, since a graph that is being captured cannot
+    copy from the host. For `rope_angles` and the kernels that compute angles themselves."""
     return torch.tensor(_frequencies(theta, dim), dtype=torch.float32, device=device)
 
 

@@ -1,125 +1,29 @@
 """The device's table of running requests, read and written by the iteration itself, and where a token lies in the caches.
 
-Owns the gather of a row's tokens, the step to the next iteration, and the arithmetic from position to slot. Knows no
-request and no plan. Called by `legato.runtime`.
+Owns the gather of a row's tokens (`table`), where the rows of a decode batch stand (`decode`), what is accepted and what that
+leaves for the draft layer (`accept`), and the step to the next iteration with its letter to the host (`letter`). Knows no request
+and no plan. Called by `legato.runtime`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from legato.ops.rows.accept import ACCEPT_CASES, accept_rows, cut, extend_rows
+from legato.ops.rows.decode import DECODE_CASES, chain_rows, decode_rows
+from legato.ops.rows.letter import LETTER_CASES, LETTER_EXTRA, write_letter
+from legato.ops.rows.table import TABLE_CASES, advance_rows, cache_slots, gather_rows
 
-import torch
-from torch import Tensor
+__all__ = [
+    "CASES",
+    "LETTER_EXTRA",
+    "accept_rows",
+    "advance_rows",
+    "cache_slots",
+    "chain_rows",
+    "cut",
+    "decode_rows",
+    "extend_rows",
+    "gather_rows",
+    "write_letter",
+]
 
-from legato.ops.cache.layout import PAGE
-from legato.ops.case import EXACT, Case, Draw
-from legato.ops.op import op
-
-
-@op
-def cache_slots(page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """slot = page_table[row, position // 64] * 64 + position % 64.
-
-    page_table [M, P] int32 (negative: no page), rows [T] and positions [T] int32 or int64 -> slots [T] int32; -1 where
-    the row or the position is negative, the position lies past the table, or there is no page.
-    """
-    rows, positions = rows.to(torch.int64), positions.to(torch.int64)
-    known = (rows >= 0) & (positions >= 0) & (positions < page_table.shape[1] * PAGE)
-    flat = torch.where(known, rows * page_table.shape[1] + positions // PAGE, 0)
-    pages = page_table.reshape(-1)[flat].to(torch.int64)
-    return torch.where(known & (pages >= 0), pages * PAGE + positions % PAGE, -1).to(torch.int32)
-
-
-@op
-def gather_rows(tokens: Tensor, lengths: Tensor, rows: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-    """What decoding rows run next: the newest token (depth 0) or a draft (depth 1..K), and its position.
-
-    tokens [M, K_max + 1] int64, lengths [M] int64 (the newest token's position), rows [T] and depth [T] int64
-    -> (ids [T], positions [T]) int64. Nothing is read on the host, so lengths may be ahead of what the host knows.
-    """
-    return tokens[rows, depth], lengths[rows] + depth
-
-
-@op
-def advance_rows(
-    tokens: Tensor,
-    lengths: Tensor,
-    done: Tensor,
-    rows: Tensor,
-    base: Tensor,
-    sampled: Tensor,
-    counts: Tensor,
-    ended: Tensor,
-    drafts: Tensor | None,
-) -> None:
-    """Writes the next iteration's inputs into the table, in place.
-
-    tokens [M, K_max + 1] int64, lengths [M] int64, done [M] bool: the table; rows [B] int64, each once; base [B] int64
-    the position of each request's first verifying row; sampled [B, R] int64 of which counts [B] int64 are emitted;
-    ended [B] bool; drafts [B, K] int64 or None. A row that emits takes its last emitted token as the newest and the
-    drafts behind it; a row that emits nothing keeps both. Its length becomes base + count either way.
-    """
-    emits = counts > 0
-    newest = sampled.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-    tokens[rows, 0] = torch.where(emits, newest, tokens[rows, 0])
-    if drafts is not None:
-        behind = slice(1, drafts.shape[1] + 1)
-        tokens[rows, behind] = torch.where(emits[:, None], drafts, tokens[rows, behind])
-    lengths[rows] = base + counts
-    done[rows] = ended
-
-
-def _gather_case(rows: int) -> Case:
-    return Case(
-        gather_rows,
-        f"gather_rows rows={rows}",
-        lambda draw: (
-            draw.integers(17, 8, low=0, high=8192),
-            draw.integers(17, low=0, high=8192),
-            draw.integers(rows, low=0, high=17),
-            draw.integers(rows, low=0, high=8),
-        ),
-        EXACT,
-        bytes=rows * 32,
-    )
-
-
-def _advance_case(num_requests: int, width: int) -> Case:
-    def make(draw: Draw) -> tuple[Any, ...]:
-        requests = draw.normal(17).argsort()[:num_requests]
-        drafts = draw.integers(num_requests, width - 1, low=0, high=8192) if width > 1 else None
-        return (
-            draw.integers(17, 8, low=0, high=8192),
-            draw.integers(17, low=0, high=8192),
-            draw.integers(17, low=0, high=2) == 0,
-            requests,
-            draw.integers(num_requests, low=0, high=8192),
-            draw.integers(num_requests, width, low=0, high=8192),
-            draw.integers(num_requests, low=0, high=width + 1),
-            draw.integers(num_requests, low=0, high=2) == 0,
-            drafts,
-        )
-
-    name = f"advance_rows requests={num_requests} width={width}"
-    return Case(advance_rows, name, make, EXACT, mutates=(0, 1, 2), bytes=num_requests * (2 * width + 3) * 8)
-
-
-_SLOTS = tuple(
-    Case(
-        cache_slots,
-        f"cache_slots rows={rows}",
-        lambda draw, rows=rows: (
-            draw.integers(5, 7, low=-1, high=100),
-            draw.integers(rows, low=-1, high=5),
-            draw.integers(rows, low=-2, high=7 * PAGE + 3),
-        ),
-        EXACT,
-        bytes=rows * 16,
-    )
-    for rows in (1, 6, 500)
-)
-CASES = (
-    *_SLOTS,
-    *(_gather_case(rows) for rows in (1, 6, 96)),
-    *(_advance_case(num_requests, width) for num_requests, width in ((1, 6), (16, 6), (5, 1))),
-)
+CASES = (*TABLE_CASES, *DECODE_CASES, *ACCEPT_CASES, *LETTER_CASES)

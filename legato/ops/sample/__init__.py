@@ -103,7 +103,7 @@ def _cut_tail(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     return torch.full_like(ordered, -torch.inf).scatter_(1, ids, ordered.masked_fill(removed, -torch.inf))
 
 
-@op
+@op(reference_ok=True)
 def verify(sampled: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
     """How many drafts the target's own samples confirm: the longest prefix with sampled[b, r] == drafts[b, r].
 

@@ -1,0 +1,101 @@
+"""Where the rows of a decode batch stand: those that verify, and the single rows of the draft chain.
+
+Owns the arithmetic from the device table to positions, slots and rotary tables, made once for all layers. A part of the folder's
+vocabulary; `__init__` lists its cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.ops.case import Case, Draw, Tolerance
+from legato.ops.op import op
+from legato.ops.pointwise import rope_angles
+from legato.ops.rows.table import cache_slots, gather_rows
+
+Stands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@op
+def decode_rows(
+    places: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    done: Tensor,
+    page_table: Tensor,
+    width: int,
+    theta: float,
+    rope_dim: int,
+) -> Stands:
+    """B requests with `width` = K + 1 rows each: the newest token, then the drafts behind it.
+
+    places [B] int64 rows of the table, any number of them 0; tokens [M, K_max + 1] int64, lengths [M] int64 (the newest
+    token's position), done [M] bool, page_table [M, P] int32 -> with T = B * width, request by request: ids [T] int64,
+    positions [T] int64, request [T] int32 (row of the table), visible [T] int32 keys (position + 1), slots [T] int32 (-1 where
+    nothing is stored: finished, or past the table), cos and sin [T, rope_dim / 2] float32 (`rope_angles`).
+    """
+    rows = places[:, None].expand(-1, width).reshape(-1)
+    depth = torch.arange(width, device=places.device).expand(places.shape[0], -1).reshape(-1)
+    ids, positions = gather_rows.reference(tokens, lengths, rows, depth)
+    slots = cache_slots.reference(page_table, rows, positions).masked_fill(done[rows], -1)
+    cos, sin = rope_angles.reference(positions, theta, rope_dim)
+    return ids, positions, rows.to(torch.int32), (positions + 1).to(torch.int32), slots, cos, sin
+
+
+@op
+def chain_rows(
+    places: Tensor, base: Tensor, counts: Tensor, num_steps: int, theta: float, rope_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The single rows that draft after the first draft, one per request and step. They store nothing.
+
+    places [B] int64, base [B] int64 (position of the first verifying row), counts [B] int64 emitted -> with T = num_steps * B,
+    step by step: positions [T] int64 = base + max(counts - 1, 0) + step (from 1), request, visible and slots (all -1) [T]
+    int32, cos and sin [T, rope_dim / 2] float32.
+    """
+    steps = torch.arange(1, num_steps + 1, device=places.device)
+    positions = (base + (counts - 1).clamp(min=0) + steps[:, None]).reshape(-1)
+    cos, sin = rope_angles.reference(positions, theta, rope_dim)
+    request = places.to(torch.int32).repeat(num_steps)
+    slots = torch.full_like(request, -1)
+    return positions, request, (positions + 1).to(torch.int32), slots, cos, sin
+
+
+#: cosf and sinf of two libraries may differ in the last bit.
+_ANGLES = Tolerance(0.0, 2e-6)
+
+
+def _decode_case(requests: int, width: int) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        places = draw.integers(requests, low=0, high=17, dtype=torch.int64)
+        return (
+            places,
+            draw.integers(17, 8, low=0, high=8192, dtype=torch.int64),
+            draw.integers(17, low=0, high=40 * 64, dtype=torch.int64),
+            draw.integers(17, low=0, high=4) == 0,
+            draw.integers(17, 40, low=-1, high=1000),
+            width,
+            8e6,
+            64,
+        )
+
+    rows = requests * width
+    return Case(decode_rows, f"decode_rows requests={requests} width={width}", make, _ANGLES, bytes=rows * 320)
+
+
+def _chain_case(requests: int, num_steps: int) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        places = draw.integers(requests, low=0, high=17, dtype=torch.int64)
+        base = draw.integers(requests, low=0, high=1 << 20, dtype=torch.int64)
+        return places, base, draw.integers(requests, low=0, high=7, dtype=torch.int64), num_steps, 8e6, 64
+
+    rows = requests * num_steps
+    return Case(chain_rows, f"chain_rows requests={requests} steps={num_steps}", make, _ANGLES, bytes=rows * 320)
+
+
+DECODE_CASES = (
+    *(_decode_case(*shape) for shape in ((1, 6), (16, 6), (5, 1), (16, 8))),
+    *(_chain_case(*shape) for shape in ((1, 4), (16, 4), (16, 6))),
+)

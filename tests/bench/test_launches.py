@@ -33,7 +33,7 @@ def test_bytes_of_a_rank_of_8() -> None:
 
 def test_shapes_of_single_launches() -> None:
     by_name = {launch.name: launch for launch in reversed(iteration(Rank(SPEC, 8), 5))}
-    assert (by_name["q_b"].outputs, by_name["q_b"].inputs) == (2048, 2048)
+    assert (by_name["q_b"].outputs, by_name["q_b"].inputs) == (2048 + 4096, 2048)
     assert (by_name["o_proj"].outputs, by_name["o_proj"].inputs) == (6144, 2048)
     assert (by_name["shared_gate_up"].outputs, by_name["shared_down"].inputs) == (512, 256)
     assert by_name["lm_head"].outputs == 19360 and by_name["top_k"].weight_bytes == 0

@@ -7,6 +7,7 @@ Called by `legato bench slice`.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ from legato.ops import bind
 from legato.plan import Plan
 from legato.quant.weight import Experts
 from legato.runtime.batch import build_batch
+from legato.runtime.cache import CacheLayout
 from legato.runtime.draw import PlainDraw, choose_greedy
 from legato.runtime.runner import Runner
 
@@ -75,6 +77,7 @@ class Figure:
         how: "graph", "eager" or "cpu".
         bound: op -> implementation, where it is not the reference.
         peak_bytes: of device memory.
+        num_latents: latent caches; where they are fewer than layers, layers use them in turn.
     """
 
     spread: Spread
@@ -87,6 +90,7 @@ class Figure:
     how: str
     bound: Mapping[str, str]
     peak_bytes: int
+    num_latents: int
 
     @property
     def modelled_us(self) -> float:
@@ -123,6 +127,7 @@ def measure(share: Share, work: Work, device: torch.device, targets: tuple[str, 
         exchanged_bytes=exchanges.num_bytes,
         how=how,
         bound={name: target for name, target in bound.chosen.items() if target != "reference"},
+        num_latents=len({cache.latent.data_ptr() for cache in runner.iteration.caches}),
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
 
@@ -158,6 +163,7 @@ def fields(share: Share, work: Work, figure: Figure, gpu: str | None, case: Mapp
         "peak_bytes": figure.peak_bytes or None,
         "bound": dict(figure.bound),
         "context_synthetic": True,
+        "latent_caches": figure.num_latents,
         "correct": None,  # one rank's share: what the tokens are is the tests' business
     }
 
@@ -193,7 +199,10 @@ def _runner(share: Share, work: Work, device: torch.device) -> tuple[Runner, Sta
         has_mtp=share.spec.has_mtp,
         cuda_available=torch.cuda.is_available(),
     )
-    runner = Runner(share.spec, share.weights, settings, share.communicator)
+    layout = CacheLayout(share.spec, settings.latent, settings.index)
+    num_latents = _latents_that_fit(layout, settings.num_pages, device)
+    caches = layout.allocate_in_turn(settings.num_pages, settings.device, num_latents)
+    runner = Runner(share.spec, share.weights, settings, share.communicator, caches)
     decoder = runner.decoder
     if decoder is not None and settings.graphs:
         with torch.inference_mode():
@@ -201,6 +210,35 @@ def _runner(share: Share, work: Work, device: torch.device) -> tuple[Runner, Sta
     return runner, standing
 
 
+def _latents_that_fit(layout: CacheLayout, num_pages: int, device: torch.device) -> int:
+    """How many layers can have a latent cache of their own; the others use these in turn.
+
+    Raises:
+        ConfigError: so few fit that the L2 cache would hold what a layer left there, which no real iteration finds.
+    """
+    if device.type != "cuda":
+        return layout.num_layers
+    index_bytes = (
+        _page_bytes(layout.index_page()) * num_pages * (layout.num_layers - layout.spec.indexer_kinds.count("shared"))
+    )
+    free = torch.cuda.mem_get_info(device)[0] - _RESERVE_BYTES - index_bytes
+    fitting = free // (_page_bytes(layout.latent_page()) * num_pages)
+    if fitting < min(_FEWEST_LATENTS, layout.num_layers):
+        raise ConfigError(
+            f"--context and --batch: caches of {num_pages * PAGE_SIZE:,} tokens do not fit beside the weights"
+        )
+    return min(fitting, layout.num_layers)
+
+
+def _page_bytes(page: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = page
+    return math.prod(shape) * dtype.itemsize
+
+
+_RESERVE_BYTES = 8 << 30
+"""Left free for packed weights, graphs and scores."""
+_FEWEST_LATENTS = 8
+"""Between two uses of a latent cache lie the weights of so many layers, more than the L2 cache holds."""
 _OTHERS = 8
 """Iterations besides those that are timed: warm-up, the profiler's, and the one that counts experts."""
 

@@ -123,6 +123,8 @@ def _print(
         f"without the other ranks: {figure.exchanges} exchanges are not in it; at {MODELLED_EXCHANGE_US:g} us each (modelled) "
         f"they would add {figure.modelled_us / 1e3:.2f} ms",
     ]
+    if figure.num_latents < spec.num_layers + int(spec.has_mtp):
+        lines.append(f"memory holds {figure.num_latents} latent caches: layers use them in turn")
     if figure.kernels:
         total = sum(kernel.total_us for kernel in figure.kernels)
         lines.append(

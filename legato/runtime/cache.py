@@ -60,13 +60,23 @@ class CacheLayout:
 
     def allocate(self, num_pages: int, device: str) -> list[LayerCache]:
         """One cache per target layer, then one for the MTP layer if there is one. Zeroed: an unwritten slot is never NaN."""
-        kinds = list(self.spec.indexer_kinds) + (["full"] if self.spec.has_mtp else [])
+        return self.allocate_in_turn(num_pages, device, self.num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with a cache: the target's, and the MTP layer if there is one."""
+        return self.spec.num_layers + int(self.spec.has_mtp)
+
+    def allocate_in_turn(self, num_pages: int, device: str, num_latents: int) -> list[LayerCache]:
+        """The same with `num_latents` latent caches that the layers use in turn: for measurements that need a long context's
+        addresses and not its contents."""
+        latents = [_zeros(num_pages, self.latent_page(), device) for _ in range(min(num_latents, self.num_layers))]
         return [
             LayerCache(
-                latent=_zeros(num_pages, self.latent_page(), device),
-                index=_zeros(num_pages, self.index_page(), device) if kind == "full" else None,
+                latent=latents[layer % len(latents)],
+                index=_zeros(num_pages, self.index_page(), device) if self.spec.is_full(layer) else None,
             )
-            for kind in kinds
+            for layer in range(self.num_layers)
         ]
 
 

@@ -15,6 +15,7 @@ from legato.config import MAX_DRAFTS, Resolved
 from legato.model.glm import Glm
 from legato.model.mtp import Mtp
 from legato.model.spec import ModelSpec
+from legato.model.step import LayerCache
 from legato.model.weights import GlmWeights
 from legato.parallel import ALONE, Communicator
 from legato.plan import Admit, Emission, Outcome, Plan
@@ -75,15 +76,20 @@ class Runner:
     """One device's share of the engine. `launch` starts an iteration; results wait in the flight it returns."""
 
     def __init__(
-        self, spec: ModelSpec, weights: GlmWeights, settings: Resolved, communicator: Communicator = ALONE
+        self,
+        spec: ModelSpec,
+        weights: GlmWeights,
+        settings: Resolved,
+        communicator: Communicator = ALONE,
+        caches: Sequence[LayerCache] | None = None,
     ) -> None:
         self.spec, self.settings = spec, settings
         self.rows = Rows.allocate(settings)
-        layout = CacheLayout(spec, settings.latent, settings.index)
         target = Glm(spec, weights, communicator)
         head = weights.lm_head.dequantize(weights.embed.dtype)
         mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head, communicator)
-        caches = layout.allocate(settings.num_pages, settings.device)
+        if caches is None:
+            caches = CacheLayout(spec, settings.latent, settings.index).allocate(settings.num_pages, settings.device)
         self.iteration = Iteration(target, mtp, caches, settings.num_drafts)
         device = torch.device(settings.device)
         self.decoder = Decoder(self.iteration, self.rows, settings) if device.type == "cuda" else None

@@ -1,6 +1,6 @@
-"""Where sums meet the residual stream: add, and the norm that the next block reads, alone or over the ranks of a group.
+"""Where ranks meet: sums that join the residual stream, with the norm that the next block reads, and gathered shards.
 
-Owns the meaning of both and their cases. Knows no model, no process group and no transport: who the ranks are comes in
+Owns the meaning of each and their cases. Knows no model, no process group and no transport: who the ranks are comes in
 as an `Exchange`. Called by `legato.parallel`.
 """
 
@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw
+from legato.ops.case import BFLOAT16, EXACT, FLOAT32, Case, Draw
 from legato.ops.invariant import float32
 from legato.ops.op import op
 from legato.ops.pointwise import rms_norm
 
 
 class Exchange(Protocol):
-    """The ranks whose partial sums are added: every one of them makes the same calls in the same order."""
+    """The ranks that meet: every one of them makes the same calls in the same order."""
 
-    def gather(self, partial: Tensor) -> Sequence[Tensor]:
-        """Every rank's `partial`, in the order of ranks; the own one among them."""
+    def gather(self, shard: Tensor, /) -> Sequence[Tensor]:
+        """Every rank's `shard`, in the order of ranks; the own one among them."""
         ...
 
 
@@ -31,14 +31,14 @@ class Exchange(Protocol):
 class Recorded:
     """An exchange without peers: what the others would send is already here.
 
-    `before` and `after`: the partial sums of lower and of higher ranks, each like the caller's own.
+    `before` and `after`: the shards of lower and of higher ranks, each like the caller's own.
     """
 
     before: tuple[Tensor, ...]
     after: tuple[Tensor, ...]
 
-    def gather(self, partial: Tensor) -> Sequence[Tensor]:
-        return (*self.before, partial, *self.after)
+    def gather(self, shard: Tensor) -> Sequence[Tensor]:
+        return (*self.before, shard, *self.after)
 
 
 @op
@@ -67,6 +67,12 @@ def all_reduce_add_norm(
         total = total + float32(other)
     h = (total + float32(residual)).to(residual.dtype)
     return h, rms_norm.reference(h, weight, eps)
+
+
+@op
+def all_gather(shard: Tensor, exchange: Exchange) -> Tensor:
+    """Every rank's `shard`, in the order of ranks: [...] -> [N, ...], bit by bit. For what is small and needed at once."""
+    return torch.stack(list(exchange.gather(shard)))
 
 
 def _stream(draw: Draw, rows: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -100,6 +106,15 @@ def _all_reduce_case(rows: int, width: int, ranks: int, rank: int, dtype: torch.
     )
 
 
+def _gather_case(count: int, ranks: int, rank: int) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        others = [draw.normal(count) for _ in range(ranks - 1)]
+        return draw.normal(count), Recorded(tuple(others[:rank]), tuple(others[rank:]))
+
+    name = f"all_gather count={count} ranks={ranks} rank={rank}"
+    return Case(all_gather, name, make, EXACT, bytes=2 * ranks * count * 4)
+
+
 CASES = (
     *(
         _add_norm_case(rows, width, dtype)
@@ -122,4 +137,6 @@ CASES = (
             (6, 6144, 8, 5, torch.bfloat16),
         )
     ),
+    _gather_case(12, 2, 1),
+    _gather_case(37, 8, 3),
 )

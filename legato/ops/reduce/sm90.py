@@ -1,0 +1,129 @@
+# pyright: basic
+"""Residual add and norm on Hopper, alone or with the ranks' sum before it, and small gathers: `sm90_add_norm.cu`,
+`sm90_all_gather.cu`.
+
+Owns the launches and what goes to them. Must not know how inboxes came to be mapped. Imported by `bind`, and by the
+communicator that owns an inbox.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.ops.build import Kernel, Launch, Source
+from legato.ops.pointwise import rms_norm
+from legato.ops.reduce import Exchange, Recorded, add_rms_norm, all_gather, all_reduce_add_norm
+from legato.ops.reduce.inbox import MOST_RANKS, MOST_WORDS, WORDS_PER_BLOCK, Inbox
+
+_ADD_NORM = Path(__file__).with_name("sm90_add_norm.cu")
+_ALL_GATHER = Path(__file__).with_name("sm90_all_gather.cu")
+#: Numbers in a 16-byte piece of a row. A thread holds one, or several where the row has more than `_MOST_THREADS`.
+_PIECE = 8
+_MOST_THREADS = 768
+_GATHER_THREADS = WORDS_PER_BLOCK // 2
+
+
+@cache
+def threads(width: int) -> int | None:
+    """Threads of the block that holds a row of `width` numbers; None where no whole warps do."""
+    pieces, rest = divmod(width, _PIECE)
+    for pieces_per_thread in (1, 2, 4):
+        share, uneven = divmod(pieces, pieces_per_thread)
+        if not (rest or uneven) and share and share % 32 == 0 and share <= _MOST_THREADS:
+            return share
+    return None
+
+
+@cache
+def add_norm_kernel(num_ranks: int, width: int, local: bool = False) -> Kernel:
+    """The kernel for rows of `width` (one that `threads` takes) and sums of `num_ranks` (0: the norm only). `local`: what
+    all ranks send is in this GPU's memory already."""
+    block = threads(width)
+    assert block is not None
+    macros = {"RANKS": num_ranks, "THREADS": block, "VECTORS": width // _PIECE // block, "LOCAL": int(local)}
+    return Kernel(Source(_ADD_NORM, macros), "add_norm")
+
+
+@cache
+def all_gather_kernel(num_ranks: int) -> Kernel:
+    """The kernel for gathers among `num_ranks`."""
+    return Kernel(Source(_ALL_GATHER, {"RANKS": num_ranks, "THREADS": _GATHER_THREADS}), "all_gather")
+
+
+def is_served(weight: Tensor, *rows: Tensor) -> bool:
+    """Whether the kernel takes these [T, D] rows and [D] weight; what it does not take, PyTorch does."""
+    return (
+        all(x.dtype is torch.bfloat16 for x in (weight, *rows))
+        and all(x.dim() == 2 and x.shape[0] > 0 for x in rows)
+        and threads(weight.shape[0]) is not None
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _add_norm(kernel: Kernel, residual: Tensor, weight: Tensor, eps: float, *exchange: Any) -> tuple[Tensor, Tensor]:
+    rows, width = residual.shape
+    residual = _aligned(residual)
+    h, normed = torch.empty_like(residual), torch.empty_like(residual)
+    how = Launch((rows,), (threads(width) or 0,), programmatic=True)
+    kernel(how, residual, _aligned(weight), h, normed, eps, *exchange)
+    return h, normed
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of [T, D] rows; PyTorch where the kernel does not take them."""
+    if not is_served(weight, x):
+        return rms_norm.reference(x, weight, eps)
+    x = _aligned(x)
+    normed = torch.empty_like(x)
+    how = Launch((x.shape[0],), (threads(x.shape[1]) or 0,), programmatic=True)
+    add_norm_kernel(0, x.shape[1])(how, x, _aligned(weight), None, normed, eps, None)
+    return normed
+
+
+@add_rms_norm.on("sm90")
+def add_rms_norm_sm90(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows of bfloat16 whose width whole warps hold: the kernel. Others: PyTorch."""
+    if not is_served(weight, x, delta):
+        return add_rms_norm.reference(x, delta, weight, eps)
+    return _add_norm(add_norm_kernel(1, x.shape[1]), x, weight, eps, _aligned(delta))
+
+
+@all_reduce_add_norm.on("sm90")
+def all_reduce_add_norm_sm90(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: Exchange
+) -> tuple[Tensor, Tensor]:
+    """Through inboxes in one launch, where the exchange has one that takes so many rows of this width; what is recorded, in
+    one launch too; else the exchange's own gather and PyTorch."""
+    if is_served(weight, partial, residual):
+        rows, width = residual.shape
+        if isinstance(exchange, Inbox) and rows <= exchange.shape.rows and width == exchange.shape.width:
+            kernel = add_norm_kernel(exchange.shape.num_ranks, width)
+            own = ctypes.c_uint64(exchange.address)
+            return _add_norm(kernel, residual, weight, eps, _aligned(partial), own, exchange.rank)
+        if isinstance(exchange, Recorded) and 1 < len(parts := exchange.gather(partial)) <= MOST_RANKS:
+            everyone = [*map(_aligned, parts), *[None] * (MOST_RANKS - len(parts))]
+            return _add_norm(add_norm_kernel(len(parts), width, local=True), residual, weight, eps, *everyone)
+    return all_reduce_add_norm.reference(partial, residual, weight, eps, exchange)
+
+
+@all_gather.on("sm90")
+def all_gather_sm90(shard: Tensor, exchange: Exchange) -> Tensor:
+    """Through inboxes in one launch, where the exchange has one and `shard` is few enough whole words."""
+    words, rest = divmod(shard.nbytes, 4)
+    if not isinstance(exchange, Inbox) or rest or not 0 < words <= MOST_WORDS:
+        return all_gather.reference(shard, exchange)
+    shard = _aligned(shard)
+    gathered = torch.empty(exchange.shape.num_ranks, *shard.shape, dtype=shard.dtype, device=shard.device)
+    how = Launch((-(-words // WORDS_PER_BLOCK),), (_GATHER_THREADS,), programmatic=True)
+    own = ctypes.c_uint64(exchange.address)
+    all_gather_kernel(exchange.shape.num_ranks)(how, shard, gathered, words, MOST_WORDS, own, exchange.rank)
+    return gathered

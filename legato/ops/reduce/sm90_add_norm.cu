@@ -1,0 +1,223 @@
+// h = residual + sum of the partial sums of RANKS ranks, normed = rms_norm(h): one launch, one block per row.
+//
+// Ranks push: each writes its partial sums into the inboxes of all others, then polls its own. There are no flags, fences or
+// round trips: a word of an inbox that has not arrived is EMPTY, a pair of NaNs that no sender ever sends, so that each word
+// announces itself and no order among words is needed. What is written crosses the link once.
+//
+// An inbox has three buffers, used in turn; call c takes buffer c % 3 and empties, in the shadow of its own wait, the one of
+// call c - 1, which call c + 2 will use. No peer can write there too early: it enters call c + 2 only with this rank's sums
+// of call c + 1, and those are sent after call c has ended here. The count of calls lives in the inbox, one for each block,
+// because a call of few rows leaves the later rows' buffers as they are; all ranks make the same calls, so all count alike.
+//
+// Every rank adds in the order of ranks, in float32, the residual last: all get the same bits. h is rounded before it is
+// normed.
+//
+// Every wait ends. A block that has looked for `patience` nanoseconds marks the missing ranks in its inbox, in those of its
+// peers and in host memory; from then on no call waits for anyone, and what it gives is NaN.
+//
+// Dependent launches are released at once: at that moment all blocks of this grid run, so that none that a peer waits for
+// can be kept out by a block of the next kernel.
+//
+// Macros: RANKS (1: no exchange; 0: no partial sum either, h = residual and is not written); THREADS of a block; VECTORS:
+// 16-byte pieces of a row that a thread holds; LOCAL: all ranks' partial sums are in this GPU's memory, nothing is exchanged.
+// A row is THREADS * VECTORS * 8 numbers wide.
+
+#include "sm90_exchange.cuh"
+
+#define EXCHANGE (RANKS > 1 && !LOCAL)
+
+constexpr u32 CALLS = 3u << 30;  // the count starts over at a multiple of the buffers
+constexpr int WARPS = THREADS / 32;
+constexpr int STEP = THREADS * 16;  // bytes from a thread's piece to its next
+constexpr int ROW_BYTES = VECTORS * STEP;
+static_assert(THREADS % 32 == 0 && THREADS <= 1024, "whole warps");
+
+__device__ __forceinline__ uint4 load_fresh(const void *pointer) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_constant(const void *pointer) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+  return v;
+}
+
+__device__ __forceinline__ void store(void *pointer, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ __forceinline__ u32 to_pair(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ void add(float (&sum)[8], uint4 v) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] += low(words[i]);
+    sum[2 * i + 1] += high(words[i]);
+  }
+}
+
+__device__ __forceinline__ u32 full(u32 word) { return word == EMPTY ? 0x7fffffffu : word; }  // still two NaNs
+__device__ __forceinline__ bool arrived(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
+__device__ __forceinline__ uint4 nothing() { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
+
+// The sum over all threads of the block, in a fixed order.
+__device__ __forceinline__ float sum_row(float v) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+  if (WARPS == 1) return v;
+  __shared__ float warps[WARPS];
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) warps[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = lane < WARPS ? warps[lane] : 0;
+#pragma unroll
+  for (int step = 16; step; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+
+#if EXCHANGE
+// Sends this rank's pieces, empties the buffer of the call before, and adds what all ranks sent. `place`: this thread's
+// first piece of its row, in bytes.
+__device__ __forceinline__ void exchange(float (&sums)[VECTORS][8], uint4 (&mine)[VECTORS], u8 *const (&inboxes)[RANKS],
+                                         Header *own, size_t rows, int rank, u32 call, size_t place, Patience wait) {
+  // Sender s of buffer b has rows * ROW_BYTES bytes from (b * RANKS + s) * rows * ROW_BYTES on.
+  const size_t pitch = rows * ROW_BYTES;
+  const size_t buffer = call % 3 * RANKS * pitch + place, former = (call + 2) % 3 * RANKS * pitch + place;
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    mine[v] = make_uint4(full(mine[v].x), full(mine[v].y), full(mine[v].z), full(mine[v].w));
+#pragma unroll
+    for (int step = 1; step < RANKS; ++step) send(inboxes[step] + buffer + rank * pitch + v * STEP, mine[v]);
+  }
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+    for (int step = 1; step < RANKS; ++step)
+      store(inboxes[0] + former + (rank + step) % RANKS * pitch + v * STEP, nothing());
+
+  uint4 got[RANKS][VECTORS];
+#pragma unroll
+  for (int sender = 0; sender < RANKS; ++sender)
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) got[sender][v] = sender == rank ? mine[v] : nothing();
+  while (true) {
+    u32 absent = 0;
+#pragma unroll
+    for (int sender = 0; sender < RANKS; ++sender)
+#pragma unroll
+      for (int v = 0; v < VECTORS; ++v)
+        poll(got[sender][v], inboxes[0] + buffer + sender * pitch + v * STEP, !arrived(got[sender][v]));
+#pragma unroll
+    for (int sender = 0; sender < RANKS; ++sender)
+#pragma unroll
+      for (int v = 0; v < VECTORS; ++v) absent |= arrived(got[sender][v]) ? 0 : 1u << sender;
+    if (!absent || wait.is_over(absent, own, rank, RANKS, call)) break;
+  }
+  if (wait.missing) {  // the buffers hold what they hold: nothing of it may pass for a result
+    if (threadIdx.x == 0) tell_host(own, wait.missing);
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) got[0][v] = nothing();
+  }
+#pragma unroll
+  for (int sender = 0; sender < RANKS; ++sender)
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) add(sums[v], got[sender][v]);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_norm(const u8 *residual, const u8 *__restrict__ weight, u8 *h, u8 *normed, float eps, const u8 *partial
+#if LOCAL
+             , const u8 *partial1, const u8 *partial2, const u8 *partial3, const u8 *partial4, const u8 *partial5,
+             const u8 *partial6, const u8 *partial7
+#elif EXCHANGE
+             , Header *own, int rank
+#endif
+    ) {
+  const size_t at = size_t(blockIdx.x) * ROW_BYTES + threadIdx.x * 16;
+
+  uint4 gain[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) gain[v] = load_constant(weight + (threadIdx.x * 16 + v * STEP));
+#if EXCHANGE
+  const size_t rows = own->rows;
+  u8 *inboxes[RANKS];  // the sums that rank + step receives
+#pragma unroll
+  for (int step = 0; step < RANKS; ++step) inboxes[step] = own->inboxes[(rank + step) % RANKS] + HEADER_BYTES;
+#endif
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+
+#if EXCHANGE
+  const u32 call = load_fresh_word(&own->sums[blockIdx.x]);
+  const Patience wait(own);
+#endif
+  uint4 stream[VECTORS];
+  float sums[VECTORS][8] = {};
+#if LOCAL
+  const u8 *const all[8] = {partial, partial1, partial2, partial3, partial4, partial5, partial6, partial7};
+  uint4 got[RANKS][VECTORS];
+#pragma unroll
+  for (int sender = 0; sender < RANKS; ++sender)
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) got[sender][v] = load_fresh(all[sender] + at + v * STEP);
+#elif RANKS > 0
+  uint4 mine[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) mine[v] = load_fresh(partial + at + v * STEP);
+#endif
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) stream[v] = load_fresh(residual + at + v * STEP);
+
+#if LOCAL
+#pragma unroll
+  for (int sender = 0; sender < RANKS; ++sender)
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) add(sums[v], got[sender][v]);
+#elif EXCHANGE
+  exchange(sums, mine, inboxes, own, rows, rank, call, at, wait);
+#elif RANKS == 1
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) add(sums[v], mine[v]);
+#endif
+
+  float squares = 0;
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    add(sums[v], stream[v]);
+    const u32 words[4] = {to_pair(sums[v][0], sums[v][1]), to_pair(sums[v][2], sums[v][3]), to_pair(sums[v][4], sums[v][5]),
+                          to_pair(sums[v][6], sums[v][7])};
+    if (RANKS > 0) store(h + at + v * STEP, make_uint4(words[0], words[1], words[2], words[3]));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[v][2 * i] = low(words[i]);
+      sums[v][2 * i + 1] = high(words[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares += sums[v][i] * sums[v][i];
+  }
+  const float scale = rsqrtf(sum_row(squares) / float(ROW_BYTES / 2) + eps);
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    const u32 words[4] = {gain[v].x, gain[v].y, gain[v].z, gain[v].w};
+    u32 out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      out[i] = to_pair(sums[v][2 * i] * scale * low(words[i]), sums[v][2 * i + 1] * scale * high(words[i]));
+    store(normed + at + v * STEP, make_uint4(out[0], out[1], out[2], out[3]));
+  }
+#if EXCHANGE
+  // All threads have read the count: they met in sum_row.
+  if (threadIdx.x == 0) own->sums[blockIdx.x] = call + 1 == CALLS ? 0 : call + 1;
+#endif
+}

@@ -1,0 +1,112 @@
+"""One rank process of tests/parallel/test_ipc.py: `ipc_rank.py RANK RANKS PORT TASK CALLS`; prints a JSON object."""
+
+import json
+import sys
+import time
+
+import torch
+
+from legato.ops.op import implemented
+from legato.ops.reduce import Recorded, all_reduce_add_norm
+from legato.ops.reduce.inbox import InboxShape, RankLostError
+from legato.parallel.ipc import connect
+from legato.parallel.meeting import StoreMeeting
+from legato.parallel.mesh import Mesh
+
+WIDTH, STEPS, EPS = 6144, 50, 1e-5
+
+
+def draw(seed, rows, ranks):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(rows, WIDTH, generator=generator).bfloat16().cuda() for _ in range(ranks + 1)]
+    return 3 * tensors[0], tensors[1:], (1 + 0.3 * torch.randn(WIDTH, generator=generator)).bfloat16().cuda()
+
+
+def expected(residual, partials, weight):
+    return all_reduce_add_norm.reference(partials[0], residual, weight, EPS, Recorded((), tuple(partials[1:])))
+
+
+def parity(ipc, calls):
+    wrong = 0
+    for call in range(calls):
+        residual, partials, weight = draw(call, (6, 1, 16, 128)[call % 4], ipc.mesh.size)
+        h, normed = ipc.add_norm(partials[ipc.mesh.rank], residual, weight, EPS)
+        found = expected(residual, partials, weight)
+        wrong += int((h != found[0]).sum())
+        wrong += int(((normed - found[1]).abs() > 2**-7 * found[1].abs() + 2**-8).sum())
+        shards = [partial[0, : 1 + call % 9].float() for partial in partials]
+        wrong += int((ipc.all_gather(shards[ipc.mesh.rank], 0) != torch.cat(shards)).sum())
+    return {"wrong": wrong}
+
+
+def skewed(ipc, calls):
+    """Graphs of 50 calls with pauses of up to 15 us on each rank, other pauses between graphs; every sum is checked."""
+    rank, ranks = ipc.mesh.rank, ipc.mesh.size
+    residual, _, weight = draw(0, 6, ranks)
+    partials = [draw(1 + step, 6, ranks)[1] for step in range(STEPS)]
+    sums, h = [], residual
+    for step in range(STEPS):
+        h, _ = expected(h, partials[step], weight)
+        sums.append(h)
+    pauses = torch.randint(0, 30000, (STEPS + 64,), generator=torch.Generator().manual_seed(100 + rank)).tolist()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def steps():
+        h = residual
+        for step in range(STEPS):
+            torch.cuda._sleep(pauses[step])
+            h, _ = ipc.add_norm(partials[step][rank], h, weight, EPS)
+            wrong.add_((h != sums[step]).sum())
+
+    steps()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    began, made = time.monotonic(), STEPS
+    while made < calls:
+        torch.cuda._sleep(pauses[STEPS + made % 64])
+        graph.replay()
+        made += STEPS
+    torch.cuda.synchronize()
+    ipc.check()
+    return {"wrong": int(wrong), "calls": made, "seconds": time.monotonic() - began}
+
+
+def absent(ipc, calls):
+    """The last rank never calls."""
+    residual, partials, weight = draw(0, 6, ipc.mesh.size)
+    if ipc.mesh.rank == ipc.mesh.size - 1:
+        return {}
+    began = time.monotonic()
+    h, normed = ipc.add_norm(partials[0], residual, weight, EPS)
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    try:
+        ipc.check()
+    except RankLostError as error:
+        return {"error": str(error), "seconds": seconds, "nan": bool(h.isnan().all() and normed.isnan().all())}
+    return {"error": ""}
+
+
+def main():
+    rank, ranks, port, calls = (int(sys.argv[index]) for index in (1, 2, 3, 5))
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    for op in implemented("sm90"):
+        if op.folder == "reduce":
+            op.bound = op.implementations["sm90"]
+    mesh = Mesh(rank, ranks)
+    meet = StoreMeeting.at(mesh, "127.0.0.1", port, 60)
+    ipc = connect(mesh, meet, InboxShape(ranks, WIDTH), {"absent": 0.5}.get(sys.argv[4], 20), None)
+    with torch.inference_mode():
+        result = {"parity": parity, "skewed": skewed, "absent": absent}[sys.argv[4]](ipc, calls)
+    torch.cuda.synchronize()
+    meet(b"")
+    ipc.close()
+    print(json.dumps(result), flush=True)
+    if rank == 0:
+        time.sleep(1)  # it serves the store in which the others meet
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Ranks that are processes and write into each other's memory: what they compute, under skew, and when one does not come.
+
+On one GPU two processes take turns of milliseconds, so that few calls are made; with two GPUs each has its own.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+RANK = Path(__file__).with_name("ipc_rank.py")
+
+
+def run(task: str, calls: int = 0, ranks: int = 2) -> list[dict]:
+    """What each rank printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(rank), str(ranks), str(port), task, str(calls)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        ended = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(printed.splitlines()[-1]) for printed, _ in ended]
+
+
+def test_sums_and_gathers_are_the_reference_s() -> None:
+    assert [result["wrong"] for result in run("parity", calls=40)] == [0, 0]
+
+
+def test_calls_under_skew() -> None:
+    calls = 100_000 if torch.cuda.device_count() > 1 else 2_000
+    results = run("skewed", calls)
+    print(results)
+    assert [result["wrong"] for result in results] == [0, 0]
+    assert all(result["calls"] >= calls for result in results)
+
+
+def test_a_rank_that_never_calls_is_named() -> None:
+    waiting, _ = run("absent")
+    assert waiting["error"].startswith("rank 1 did not take part in time in collective 0, as rank 0 saw")
+    assert waiting["nan"] and 0.4 < waiting["seconds"] < 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from legato.runtime.draw import Variant
 from legato.runtime.mailbox import Ring
 from legato.runtime.speculate import Verified
-from legato.runtime.staging import staged
+from legato.runtime.staging import stage_into
 
 
 def buckets(max_running: int) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ class Seats:
         wanted = tuple(device_rows)
         if wanted != self._seated:
             padded = [*wanted, *[0] * (size - len(wanted))]
-            self.places.copy_(staged(padded, torch.int64, self.places.device))
+            stage_into(self.places, padded)
             self._seated = wanted
             self.num_changes += 1
         return bucket_of(len(wanted))
@@ -94,18 +95,24 @@ class Graphs:
     def __contains__(self, key: Key) -> bool:
         return key in self._captured
 
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory of the pool."""
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._pool))
+
     def capture(self, key: Key, iteration: Callable[[], Verified]) -> None:
         """Records one iteration. It has run before in this process, so that nothing is compiled or loaded now.
 
         Nothing is executed, so the device table stays as it is.
         """
-        started, before = time.perf_counter(), torch.cuda.memory_reserved()
+        started, before = time.perf_counter(), self.pool_bytes
         ring = Ring(key.bucket, key.num_drafts + 1, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             ring.write(iteration())
         self._captured[key] = _Captured(graph, ring)
-        self.costs[key] = Cost(time.perf_counter() - started, torch.cuda.memory_reserved() - before)
+        self.costs[key] = Cost(time.perf_counter() - started, self.pool_bytes - before)
 
     def launch(self, key: Key) -> tuple[Tensor, int]:
         """Replays a graph; returns where its letter will be, and the letter's number (see `Ring.take`)."""

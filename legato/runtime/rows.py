@@ -13,7 +13,7 @@ from torch import Tensor
 
 from legato.config import MAX_DRAFTS, PAGE_SIZE, Resolved
 from legato.plan import Admit, PageGrant
-from legato.runtime.staging import staged
+from legato.runtime.staging import stage_into
 from legato.types import MAX_STOP_IDS
 
 
@@ -86,7 +86,7 @@ class Rows:
         self.max_lengths[row].fill_(admit.max_length)
         self.done[row].fill_(False)
         padding = [-1] * (MAX_STOP_IDS - len(admit.stop_ids))
-        self.stop_ids[row].copy_(staged([*admit.stop_ids, *padding], torch.int64, self.stop_ids.device))
+        stage_into(self.stop_ids[row], [*admit.stop_ids, *padding])
         self.num_drafts[row].fill_(MAX_DRAFTS if admit.num_drafts is None else admit.num_drafts)
         self.temperature[row].fill_(admit.temperature)
         self.top_k[row].fill_(admit.top_k)
@@ -101,5 +101,5 @@ class Rows:
         stop = grant.first + len(grant.pages)
         if stop > self.page_table.shape[1]:
             raise RuntimeError(f"row {grant.row}: {stop} pages, its page table holds {self.page_table.shape[1]}")
-        self.page_table[grant.row, grant.first : stop].copy_(staged(grant.pages, torch.int32, self.page_table.device))
+        stage_into(self.page_table[grant.row, grant.first : stop], grant.pages)
         self.capacity[grant.row].fill_(stop * PAGE_SIZE)

@@ -1,6 +1,7 @@
 """From the host to the device without waiting for it.
 
-Owns the one way in which numbers that a plan brings reach a device tensor. Called by whatever writes device tables.
+Owns the two ways in which numbers that a plan brings get there: as a new tensor, or into one that lasts. Called by whatever
+writes device tables.
 """
 
 from __future__ import annotations
@@ -20,3 +21,11 @@ def staged(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: 
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def stage_into(target: Tensor, values: Sequence[int]) -> None:
+    """The same into a contiguous tensor of that many elements, which takes no device memory."""
+    if target.device.type == "cpu":
+        target.copy_(torch.tensor(values, dtype=target.dtype))
+    else:
+        target.copy_(torch.tensor(values, dtype=target.dtype, pin_memory=True), non_blocking=True)

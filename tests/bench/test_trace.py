@@ -1,0 +1,52 @@
+"""Reading a profile: what is busy, what lies between, which launch a kernel belongs to."""
+
+from __future__ import annotations
+
+import pytest
+
+from legato.bench.trace import Share, Span, Trace, busy, figures, shares
+
+
+def trace() -> Trace:
+    """Two iterations of two kernels that overlap by 1 us, 5 us apart; a copy beside the second, and a wait."""
+    device = (
+        Span("a", 10_000, 20_000, 1),
+        Span("b", 19_000, 30_000, 1),
+        Span("a", 35_000, 45_000, 2),
+        Span("Memcpy DtoH", 36_000, 37_000, 7, is_copy=True),
+        Span("b", 44_000, 55_000, 2),
+        Span("a", 60_000, 70_000, 3),
+    )
+    host = (
+        Span("cudaGraphLaunch", 0, 1_000, 1),
+        Span("cudaGraphLaunch", 1_000, 2_000, 2),
+        Span("cudaStreamSynchronize", 2_000, 3_000, 8),
+        Span("cudaMalloc", 2_000, 3_000, 9),
+        Span("cudaGraphLaunch", 3_000, 4_000, 3),
+    )
+    return Trace(device, host)
+
+
+def test_overlapping_kernels_count_once():
+    assert busy(trace().iterations()[0]) == 20_000
+    assert busy([]) == 0
+
+
+def test_figures_are_of_launches_and_what_lies_between():
+    found = figures(trace())
+    assert (found.num_iterations, found.iteration_us, found.busy_us, found.gap_us) == (3, 25.0, 20.0, 5.0)
+    assert found.busy_percent == pytest.approx(100 * 40 / 50) and found.kernels == 2
+
+
+def test_what_makes_the_host_wait_is_named():
+    assert trace().waits() == {"cudaStreamSynchronize": 1} and trace().allocations() == {"cudaMalloc": 1}
+    assert trace().copies() == {"Memcpy DtoH": 1}
+
+
+def test_shares_add_up_to_the_busy_time():
+    assert shares(trace().iterations()[:2]) == [Share("a", 1.0, 10.0), Share("b", 1.0, 10.0)]
+
+
+def test_a_trace_without_graphs_is_refused():
+    with pytest.raises(ValueError, match="0 graph launches"):
+        figures(Trace((), ()))

@@ -7,6 +7,8 @@ of code and scale(s), rounded once per multiplication in the order stated. Calle
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -44,10 +46,16 @@ def dequantize_nvfp4(packed: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
     expected = (*packed.shape[:-1], columns // NVFP4_GROUP)
     if tuple(scale.shape) != expected:
         raise ValueError(f"scale is {tuple(scale.shape)}, expected {expected} for packed {tuple(packed.shape)}")
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
+    values = _e2m1_values(packed.device)
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     grouped = values[codes.to(torch.int32)].unflatten(-1, (-1, NVFP4_GROUP)) * scale.to(torch.float32).unsqueeze(-1)
     return grouped.flatten(-2) * _global_scale(scale_2, packed)
+
+
+@cache
+def _e2m1_values(device: torch.device) -> Tensor:
+    """Kept: made anew it would be a copy from the host, which a captured graph cannot hold."""
+    return torch.tensor(E2M1_VALUES, dtype=torch.float32, device=device)
 
 
 def _global_scale(scale_2: Tensor, packed: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.cache import latent_cache, read_latent_rows
-from legato.ops.cache.layout import latent_row_width
+from legato.ops.cache.layout import LATENT_BYTES, PAGE, latent_row_width
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance
 from legato.ops.invariant import float32
 from legato.ops.op import op
@@ -148,6 +148,31 @@ def _absorbed_case(rows: int, heads: int, width: int, dtype: torch.dtype, cached
     )
 
 
+def _production_case(rows: int, heads: int, cached: torch.dtype, pages: int) -> Case:
+    """2048 tokens a row out of so many pages: rows that share no token where these are enough for that."""
+    disjoint = pages * PAGE >= rows * 2048
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        cache = latent_cache(draw, cached, pages)
+        if disjoint:
+            slots = draw.distinct(rows * 2048, pages * PAGE).view(rows, 2048)
+        else:
+            slots = torch.stack([draw.distinct(2048, pages * PAGE) for _ in range(rows)])
+        counts = torch.full((rows,), 2048, dtype=torch.int32, device=draw.device)
+        return draw.normal(rows, heads, 576, dtype=torch.bfloat16, scale=0.5), cache, slots, counts, 0.0625, 512
+
+    token_bytes = LATENT_BYTES if cached == torch.uint8 else 576 * cached.itemsize
+    return Case(
+        sparse_mla,
+        f"sparse_mla rows={rows} heads={heads} width=2048 pages={pages} cache={str(cached)[6:]}",
+        make,
+        BFLOAT16,
+        bytes=pages * PAGE * token_bytes + rows * (2048 * 4 + heads * 1088 * 2),
+        flops=2 * rows * heads * 2048 * (576 + 512),
+        on="gpu",
+    )
+
+
 def _expanded_case(rows: int) -> Case:
     def make(draw: Draw) -> tuple[Any, ...]:
         cache = latent_cache(draw, torch.float32)
@@ -167,6 +192,18 @@ CASES = (
     *(
         _absorbed_case(rows, 8, 2048, torch.bfloat16, cached)
         for rows in (1, 6)
+        for cached in (torch.bfloat16, torch.uint8)
+    ),
+    *(
+        _production_case(rows, heads, cached, pages=rows * 32)
+        for heads in (8, 64)
+        for rows in (1, 6, 16, 36)
+        for cached in (torch.bfloat16, torch.uint8)
+    ),
+    *(
+        _production_case(rows, heads, cached, pages)
+        for rows, pages in ((6, 44), (2048, 512))  # one request's rows, which share most; a chunk of a prefill at 32768
+        for heads in (8, 64)
         for cached in (torch.bfloat16, torch.uint8)
     ),
     *(_expanded_case(rows) for rows in (1, 6)),

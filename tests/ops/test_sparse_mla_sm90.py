@@ -1,0 +1,219 @@
+"""Sparse latent attention on Hopper. Without a GPU: forms compile without spills, how rows are cut, what is handed on, and that
+the launch gets the arguments that the source declares. With one: error against float64, poison, counts, neighbours, graphs.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
+pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+
+from legato.ops import build, sparse_mla
+from legato.ops.attend import sm90
+from legato.ops.cache import latent_cache, read_latent_rows
+from legato.ops.case import Draw
+
+try:
+    build._nvrtc_version()
+except RuntimeError as error:  # how cuda.bindings says that the library is not there
+    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SCALE = 0.0625
+
+
+def compiles_without_spills(form: sm90.Form) -> None:
+    used = sm90.kernel(form).usage("sm_90a")
+    allowed = 200 if form == sm90.Form(64, packed=True) else 0
+    assert max(used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) <= allowed
+    assert used.static_shared_bytes == 0 and form.shared_bytes <= 227 * 1024
+
+
+def test_the_forms_of_a_rank_of_eight_compile_without_spills() -> None:
+    compiles_without_spills(sm90.Form(8, packed=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", sm90.FORMS, ids=str)
+def test_every_form_compiles_without_spills(form: sm90.Form) -> None:
+    compiles_without_spills(form)
+
+
+@pytest.mark.parametrize("width", [1, 128, 129, 256, 2048, 4096])
+@pytest.mark.parametrize("head_blocks", [1, 2])
+def test_a_row_is_cut_alike_for_one_to_sixteen_rows(width: int, head_blocks: int) -> None:
+    cuts = {sm90.cut(rows, head_blocks, width, 132) for rows in range(1, sm90.INVARIANT_ROWS + 1)}
+    assert len(cuts) == 1 and cuts <= {1, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("rows", [17, 36, 96, 132, 133, 2048])
+def test_many_rows_share_the_processors(rows: int) -> None:
+    blocks = sm90.cut(rows, 1, 2048, 132)
+    waves = -(-rows * blocks // 132)
+    assert blocks in (1, 2, 4, 8, 16) and waves * 16 / blocks <= 16 * -(-rows // 132)
+
+
+def arguments(rows: int = 3, heads: int = 8, width: int = 200, pages: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = torch.zeros(rows, heads, 576, dtype=torch.bfloat16)
+    cache = torch.zeros(pages, 64, 576, dtype=torch.bfloat16)
+    return q, cache, torch.zeros(rows, width, dtype=torch.int32), torch.full((rows,), width, dtype=torch.int32)
+
+
+def test_other_types_and_widths_go_to_the_reference() -> None:
+    draw = Draw(torch.Generator().manual_seed(0), torch.device("cpu"))
+    slots, counts = draw.integers(2, 70, low=-1, high=64), draw.listed(70, 3)
+    cache = latent_cache(draw, torch.float32)
+    narrow = draw.normal(2, 64, 48)
+    for q, tokens, latent_dim in ((draw.normal(2, 4, 576), cache, 512), (draw.normal(2, 4, 48), narrow, 32)):
+        expected = sparse_mla.reference(q, tokens, slots, counts, SCALE, latent_dim)
+        assert torch.equal(sm90.sparse_mla_sm90(q, tokens, slots, counts, SCALE, latent_dim), expected)
+
+
+def test_what_is_refused() -> None:
+    q, cache, slots, counts = arguments()
+    with pytest.raises(ValueError, match=r"float32, bfloat16 or uint8, found torch\.float16"):
+        sm90.sparse_mla_sm90(q, cache.half(), slots, counts, SCALE, 512)
+    with pytest.raises(ValueError, match=r"pages of \(64, 576\), expected \(64, 320\)"):
+        sm90.sparse_mla_sm90(q[..., :320], cache, slots, counts, SCALE, 256)
+
+
+def test_shapes_are_known_without_running() -> None:
+    with FakeTensorMode():
+        q = torch.empty(3, 8, 576, dtype=torch.bfloat16, device="cuda")
+        cache = torch.empty(6, 64, 656, dtype=torch.uint8, device="cuda")
+        slots, counts = (torch.empty(*shape, dtype=torch.int32, device="cuda") for shape in ((3, 200), (3,)))
+        out = sm90.sparse_mla_sm90(q, cache, slots, counts, SCALE, 512)
+    assert out.shape == (3, 8, 512) and out.dtype == torch.bfloat16
+
+
+def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(sm90, "kernel", lambda form: lambda how, *given: calls.append((form, how, given)))
+    monkeypatch.setattr(sm90, "_processors", lambda device: 132)
+    q, cache, slots, counts = arguments(heads=70)
+    out = sm90._attend._init_fn(q, cache, slots, counts, SCALE)
+    ((form, how, given),) = calls
+    declared = re.search(r"sparse_mla\((const u8 \*q.*?)\) \{", sm90._SOURCE.read_text(), re.S)
+    names = [part.split()[-1].strip("*") for part in re.sub(r"#.*", "", declared[1]).split(",")]
+    passed = dict(zip(names, given, strict=True))
+    assert passed["q"] is q and passed["cache"] is cache and passed["slots"] is slots and passed["counts"] is counts
+    assert passed["out"] is out and (passed["heads"], passed["width"]) == (70, 200)
+    assert (passed["slots_stride"], passed["q_stride"]) == (200, 70 * 576)
+    assert passed["scale"] == pytest.approx(SCALE * 1.4426950408889634)
+    assert form == sm90.Form(64, packed=False) and how.grid == (3 * 2, 2) and how.cluster == (2,)
+
+
+# On a GPU
+
+
+def inputs(rows: int, heads: int, width: int, cached: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
+    """Queries and latents with channels, rows and heads of different size; counts 0, 1 and around the units; gaps."""
+    draw = Draw(torch.Generator("cuda").manual_seed(seed), torch.device("cuda"))
+    cache = latent_cache(draw, cached, pages=512)
+    sizes = torch.exp(draw.normal(rows, heads, 1) * 0.7) * 0.3
+    q = (draw.normal(rows, heads, 576) * sizes).to(torch.bfloat16)
+    slots = torch.stack([draw.distinct(width, 512 * 64) for _ in range(rows)])
+    slots = slots.masked_fill(draw.uniform(rows, width) < 0.03, -1)
+    counts = draw.integers(rows, low=0, high=width + 1)
+    special = draw.listed(width, 0, 1, 127, 128, 129, width - 1)[:rows].clamp_max(width)
+    counts[: len(special)] = special
+    if rows > 7:
+        slots[7] = -1
+    return q, cache, slots, counts
+
+
+def poisoned(cache: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
+    """The cache with NaN wherever no row's selection points."""
+    counted = slots[torch.arange(slots.shape[1], device="cuda") < counts[:, None]].long()
+    kept = torch.zeros(cache.shape[0] * 64, dtype=torch.bool, device="cuda")
+    kept[counted[counted >= 0]] = True
+    flat = cache.view(-1, cache.shape[-1]).clone()
+    flat[~kept] = 0xFF if cache.dtype == torch.uint8 else torch.nan
+    return flat.view_as(cache)
+
+
+def in_float64_and_in_bfloat16(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    exact, plain = [], []
+    for row in range(len(q)):
+        chosen = slots[row, : int(counts[row])]
+        tokens = read_latent_rows(cache, chosen[chosen >= 0].long())
+        probabilities = torch.softmax(q[row].double() @ tokens.double().T * SCALE, -1)
+        exact.append(probabilities @ tokens[:, :512].double())
+        short = tokens.to(torch.bfloat16)
+        probabilities = torch.softmax((q[row] @ short.T * SCALE).float(), -1).to(torch.bfloat16)
+        plain.append(probabilities @ short[:, :512])
+    return torch.stack(exact), torch.stack(plain)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def attend(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
+    return sm90.sparse_mla_sm90(q, cache, slots, counts, SCALE, 512)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("rows", "heads", "width"),
+    [
+        *((rows, 8, 2048) for rows in (1, 6, 16, 36)),
+        *((rows, 64, 2048) for rows in (6, 36)),
+        *((140, 8, 700), (6, 4, 256), (9, 5, 100), (6, 16, 2048), (40, 16, 300)),
+        *((6, 32, 2048), (20, 24, 300), (140, 64, 700), (7, 128, 2048)),
+    ],
+)
+def test_error_is_at_most_twice_that_of_bfloat16(rows: int, heads: int, width: int, cached: torch.dtype) -> None:
+    q, cache, slots, counts = inputs(rows, heads, width, cached)
+    cache = poisoned(cache, slots, counts)
+    exact, plain = in_float64_and_in_bfloat16(q, cache, slots, counts)
+    found = attend(q, cache, slots, counts)
+    assert bool(found.isfinite().all())
+    assert error(found, exact) <= 2 * error(plain, exact)
+    assert torch.equal(found, attend(q, cache, slots, counts))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [4, 8, 64])
+def test_a_row_does_not_know_its_neighbours(heads: int, cached: torch.dtype) -> None:
+    q, cache, slots, counts = inputs(16, heads, 2048, cached)
+    together = attend(q, cache, slots, counts)
+    for rows in (1, 6, 15):
+        some = attend(q[:rows], cache, slots[:rows], counts[:rows])
+        assert torch.equal(some, together[:rows])
+    for row in range(16):
+        assert torch.equal(attend(q[row:][:1], cache, slots[row:][:1], counts[row:][:1])[0], together[row])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+def test_first_and_last_slots(cached: torch.dtype) -> None:
+    q, cache, slots, counts = inputs(6, 8, 256, cached)
+    last = 512 * 64 - 1
+    slots[:, ::2], slots[:, 1::2] = slots[:, ::2] % 4, last - slots[:, 1::2] % 4
+    exact, plain = in_float64_and_in_bfloat16(q, cache, slots, counts)
+    assert error(attend(q, cache, slots, counts), exact) <= 2 * error(plain, exact)
+
+
+@gpu
+@needs_gpu
+def test_one_graph_serves_every_count() -> None:
+    q, cache, slots, counts = inputs(6, 8, 2048, torch.bfloat16)
+    attend(q, cache, slots, counts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, cache, slots, counts)
+    for shift in (0, 1, 2):
+        counts.copy_(counts.roll(shift))
+        graph.replay()
+        assert torch.equal(out, attend(q, cache, slots, counts))

@@ -6,6 +6,8 @@ Knows nothing of batching or pages beyond passing slots on. Called by `model.lay
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,14 @@ def attention(
     return weights.o.linear(o.flatten(1)), selection
 
 
+def planned(step: Step) -> Step:
+    """The step with the plan that the indexers of all layers share, where one call scores all its rows."""
+    width = step.page_table.shape[1] * PAGE_SIZE
+    if step.score_plan is not None or score_rows(step.score_bytes, width) < step.request.shape[0]:
+        return step
+    return replace(step, score_plan=index_scores.plan(step.page_table, step.request, step.lengths))
+
+
 def select(q: Tensor, gates: Tensor, keys: Tensor, step: Step, index_topk: int) -> Selection:
     """The `index_topk` keys that each row's indexer scores highest among those it may see.
 
@@ -81,7 +91,8 @@ def select(q: Tensor, gates: Tensor, keys: Tensor, step: Step, index_topk: int) 
     for first in range(0, num_rows, height):
         tile = slice(first, min(first + height, num_rows))
         table, request, lengths = step.page_table, step.request[tile], step.lengths[tile]
-        scores = index_scores(q[tile], gates[tile], keys, table, request, lengths)
+        plan = step.score_plan if height >= num_rows else None
+        scores = index_scores(q[tile], gates[tile], keys, table, request, lengths, plan)
         parts.append(top_k(scores, lengths, index_topk, table, request))
     if len(parts) == 1:
         return Selection(*parts[0])

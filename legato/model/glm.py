@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from legato.model.attention import planned
 from legato.model.layer import decoder_layer
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
@@ -39,6 +40,7 @@ class Glm:
             [T, D] hidden states *after* `model.norm`: what the head reads, and what the MTP layer is fed.
         """
         layers, spec = self.weights.layers, self.spec
+        step = planned(step)
         h = embedding(ids, self.weights.embed)
         next_norms = [*(layer.input_norm for layer in layers), self.weights.norm]
         normed = rms_norm(h, next_norms[0], spec.rms_eps)

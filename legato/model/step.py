@@ -24,6 +24,7 @@ class Step:
         slots: [T] int32 cache slots that the row's latent and index key are stored in; -1 stores nothing.
         cos, sin: [T, R/2] float32 rotary tables at `positions`.
         score_bytes: most memory for the index scores of a layer; rows are scored a few at a time to keep to it.
+        score_plan: what `index_scores.plan` made of these very rows for all layers of a forward; None: each makes its own.
     """
 
     positions: Tensor
@@ -34,6 +35,7 @@ class Step:
     cos: Tensor
     sin: Tensor
     score_bytes: int = GPU_SCORE_BYTES
+    score_plan: Tensor | None = None
 
     def rows(self, rows: slice) -> Step:
         """The same for some of the rows."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from legato.config import Config, ConfigError, from_environment
 from legato.engine.messages import EngineInfo
 from legato.engine.profile import TraceProfiler
+from legato.engine.ranks.lead import start
 from legato.engine.serving import OnProgress, Served
-from legato.engine.start import open_checkpoint, start
+from legato.engine.start import open_checkpoint
 from legato.llm import vocabulary_of
+from legato.model.inventory import stored_spec
 from legato.ops import BindError
 from legato.runtime.grammar import Grammars, Vocabulary
 from legato.server.text import Tokenizer
@@ -52,7 +54,14 @@ def assemble(config: Config, progress: OnProgress) -> Served:
         index=settings.index,
         score_bytes=settings.score_bytes,
     )
-    return Served(started.engine, info, TraceProfiler())
+    return Served(started.engine, info, TraceProfiler(), started.watch)
+
+
+def grammars_of(config: Config) -> Grammars:
+    """Grammars for the tokenizer of a checkpoint: what a rank other than 0 needs once a request of a plan has one."""
+    checkpoint = open_checkpoint(config.model)
+    tokenizer = Tokenizer.open(checkpoint.source)
+    return Grammars(vocabulary_of(tokenizer, stored_spec(checkpoint).vocab_size))
 
 
 def _warm_grammars(vocabulary: Vocabulary) -> Grammars:

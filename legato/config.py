@@ -18,6 +18,8 @@ DType = Literal["auto", "float32", "bfloat16"]
 Switch = Literal["auto", "on", "off"]
 
 MAX_DRAFTS = 7
+MAX_RANKS = 8
+"""Ranks that can share a model: the GPUs of one host."""
 PAGE_SIZE = 64
 CPU_SCORE_BYTES, GPU_SCORE_BYTES = 1 << 26, 1 << 30
 """Budgets of index scores unless one is set: 64 MiB on a CPU, 1 GiB on a GPU."""
@@ -59,7 +61,8 @@ class ExecutionConfig:
     directory of compiled kernels; `None`: ~/.cache/legato/kernels. `threads` of the CPU; `None`: one core less than there are, at
     most 4. `ops` overrides the implementation of single ops, e.g. `{"attend": "reference"}`. `score_bytes` bounds the memory for
     index scores, which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a
-    CPU, 1 GiB on a GPU."""
+    CPU, 1 GiB on a GPU. `tensor_parallel` ranks share the model, each on a GPU of its own (on a CPU: in a process of its own);
+    `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up."""
 
     device: str = "auto"
     dtype: DType = "auto"
@@ -69,6 +72,8 @@ class ExecutionConfig:
     threads: int | None = None
     ops: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     score_bytes: int | None = None
+    tensor_parallel: int = 1
+    rank_patience: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,17 @@ class Config:
             )
         if self.execution.score_bytes is not None and self.execution.score_bytes < 1 << 20:
             raise ConfigError(f"score_bytes must be at least one MiB (1048576), got {self.execution.score_bytes}")
+        if not 1 <= self.execution.tensor_parallel <= MAX_RANKS:
+            raise ConfigError(
+                f"tensor_parallel must be between 1 and {MAX_RANKS}, got {self.execution.tensor_parallel}"
+            )
+        if self.execution.tensor_parallel > 1 and ":" in self.execution.device:
+            raise ConfigError(
+                f"device {self.execution.device} is one GPU, and tensor_parallel {self.execution.tensor_parallel} takes as many:"
+                " use --device cuda"
+            )
+        if not 0.1 <= self.execution.rank_patience <= 3600:
+            raise ConfigError(f"rank_patience must be 0.1 to 3600 seconds, got {self.execution.rank_patience}")
         if self.execution.threads is not None and self.execution.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.execution.threads}")
 

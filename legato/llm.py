@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from legato.config import Config, from_environment
-from legato.engine.start import open_checkpoint, start
+from legato.engine.ranks.lead import start
+from legato.engine.start import open_checkpoint
 from legato.model.checkpoint import Progress, no_progress
 from legato.runtime.grammar import Grammars, Vocabulary
 from legato.schedule import Progress as RequestProgress

@@ -6,7 +6,6 @@ Imports no torch itself, so that whatever fails while the engine is built reache
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -21,6 +20,7 @@ from typing import NoReturn, cast
 import msgspec
 
 import legato.engine.messages as messages
+from legato.engine.bond import die_with
 from legato.engine.channel import Channel, Disconnected
 from legato.engine.serving import IDLE_REPORT_S, Assemble, Serving
 
@@ -28,7 +28,6 @@ LOG = logging.getLogger(__name__)
 
 PROGRESS_S = 0.1
 """Between two messages about loading."""
-PR_SET_PDEATHSIG = 1
 
 
 def serve(channel: Channel, target: str) -> int:
@@ -48,6 +47,8 @@ def serve(channel: Channel, target: str) -> int:
         # What was built lives as long as the process: the collector need not look at it between two iterations.
         gc.collect()
         gc.freeze()
+        if served.watch is not None:
+            served.watch.on_stuck = lambda lost: _leave(channel, lost)
         channel.send(messages.Ready(info))
         Serving(channel, served).run()
     except Disconnected:
@@ -80,6 +81,12 @@ class _Announcing:
             self._channel.send(messages.Loading(label, done_bytes, total_bytes))
 
 
+def _leave(channel: Channel, error: Exception) -> NoReturn:
+    """The engine's own thread waits for what will never come, so that it cannot say so: a device, or a rank that is lost."""
+    _report_failure(channel, error)
+    os._exit(1)
+
+
 def _report_failure(channel: Channel, error: Exception) -> None:
     """Errors with a message for users are told as they are; any other one with its type, and its traceback goes to the log."""
     name = type(error).__name__
@@ -93,14 +100,6 @@ def _report_failure(channel: Channel, error: Exception) -> None:
         channel.send(messages.Failed(reason, name))
     except Disconnected:
         LOG.error("nobody is there to be told: %s", reason)
-
-
-def die_with(parent: int) -> None:
-    """Ends this process when its parent ends, however that happens (elsewhere than on Linux the closed socket does it)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> NoReturn:

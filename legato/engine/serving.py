@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import legato.engine.messages as messages
 from legato.config import Config
 from legato.engine.channel import Channel
+from legato.engine.ranks.watch import Watch
 from legato.engine.selfcheck import REPLAY
 from legato.schedule import NeverFits, Progress, QueueFull, Request, RequestError
 from legato.types import ParameterError, Stats
@@ -44,11 +45,13 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a process serves: an engine that is warm, and what to tell the other side of it."""
+    """What a process serves: an engine that is warm, what to tell the other side of it, and the watch over its other ranks, if
+    it has any."""
 
     engine: Engine
     info: messages.EngineInfo
     profiler: Profiler
+    watch: Watch | None = None
 
 
 class OnProgress(Protocol):

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 
 from legato.config import PAGE_SIZE, Config, Resolved, resolve
-from legato.engine.loop import Engine
+from legato.engine.loop import Engine, Launcher
+from legato.engine.ranks.watch import Watch
 from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.ops import bind
-from legato.parallel import ALONE, Communicator
+from legato.parallel import ALONE, ONE_RANK, Communicator, Mesh
 from legato.runtime.runner import Runner
 from legato.runtime.warmup import warm_up
 from legato.schedule import Limits, Scheduler
@@ -38,12 +39,13 @@ EMBEDDED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "small"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A running engine and what it was built from."""
+    """A running engine and what it was built from; `watch` is over its other ranks, where it has any."""
 
     engine: Engine
     spec: ModelSpec
     settings: Resolved
     checkpoint: Checkpoint
+    watch: Watch | None = None
 
 
 def open_checkpoint(model: str | None) -> Checkpoint:
@@ -51,8 +53,29 @@ def open_checkpoint(model: str | None) -> Checkpoint:
     return Checkpoint.open(str(EMBEDDED_CHECKPOINT) if model is None else model)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One rank's part of a model, and the settings it runs by."""
+
+    spec: ModelSpec
+    weights: GlmWeights
+    settings: Resolved
+
+
 def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progress) -> Started:
-    """Builds an engine for an opened checkpoint.
+    """Builds an engine of one rank for an opened checkpoint.
+
+    Raises: as `load_rank`.
+    """
+    loaded = load_rank(config, checkpoint, progress)
+    engine = build_engine(loaded.spec, loaded.weights, loaded.settings, progress=progress)
+    return Started(engine, loaded.spec, loaded.settings, checkpoint)
+
+
+def load_rank(
+    config: Config, checkpoint: Checkpoint, progress: Progress = no_progress, mesh: Mesh = ONE_RANK
+) -> Loaded:
+    """Settles every "auto", binds the ops of this process and loads this rank's part of the weights.
 
     Raises:
         SpecError: the architecture is not supported.
@@ -81,8 +104,9 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
         dtype=torch.float32 if settings.dtype == "float32" else torch.bfloat16,
         resident=Residency.DENSE,
         progress=progress,
+        mesh=mesh,
     )
-    return Started(build_engine(spec, weights, settings, progress=progress), spec, settings, checkpoint)
+    return Loaded(spec, weights, settings)
 
 
 def targets_of(device: str) -> tuple[str, ...]:
@@ -109,6 +133,20 @@ def build_engine(
     progress: Progress = no_progress,
 ) -> Engine:
     """Scheduler and warm runner around loaded weights; the communicator is that of the weights' mesh."""
+    return engine_around(build_runner(spec, weights, settings, communicator, progress), settings)
+
+
+def build_runner(
+    spec: ModelSpec, weights: GlmWeights, settings: Resolved, communicator: Communicator, progress: Progress
+) -> Runner:
+    """A warm runner. All ranks of a group build theirs together: warming up makes collectives."""
+    runner = Runner(spec, weights, settings, communicator)
+    warm_up(runner, lambda label, done, total: progress(done, total, label))
+    return runner
+
+
+def engine_around(launcher: Launcher, settings: Resolved) -> Engine:
+    """An engine that plans within the settings' limits and launches through `launcher`."""
     limits = Limits(
         max_running=settings.max_running,
         chunk_tokens=settings.chunk_tokens,
@@ -121,6 +159,4 @@ def build_engine(
         host_pages=settings.host_pages,
     )
     check = SelfCheck(settings.verify_speculation if settings.num_drafts else 0.0)
-    runner = Runner(spec, weights, settings, communicator)
-    warm_up(runner, lambda label, done, total: progress(done, total, label))
-    return Engine(Scheduler(limits), runner, settings.overlap, check)
+    return Engine(Scheduler(limits), launcher, settings.overlap, check)

@@ -1,0 +1,124 @@
+"""The process of a rank other than 0: joins, then carries out every plan that rank 0 has written, until rank 0 ends it.
+
+Owns the process from its first line to its exit code. Decides nothing. Started by `lead`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from legato.config import Config
+from legato.engine.bond import die_with
+from legato.engine.ranks.board import Board, Signs
+from legato.engine.ranks.join import HOST, START_S, Joined, join
+from legato.engine.ranks.lead import digest_of
+from legato.engine.start import open_checkpoint
+from legato.model.checkpoint import no_progress
+from legato.parallel import Mesh
+from legato.parallel.meeting import StoreMeeting
+from legato.plan import Plan
+
+if TYPE_CHECKING:
+    from legato.runtime.runner import Flight
+
+LOG = logging.getLogger(__name__)
+
+GRAMMARS = ("legato.assembly", "grammars_of")
+"""What gives a rank the grammars of its checkpoint's tokenizer, once a request needs one: the text side is not known here."""
+BEAT_S = 0.1
+BUSY_S, BUSY_PAUSE_S, IDLE_PAUSE_S = 0.02, 0.00005, 0.001
+"""A rank looks often for the next plan while plans come, and seldom once none has come for `BUSY_S`."""
+LEAD_SILENT_S = 30.0
+"""Rank 0's death ends this process at once; its standing still (a stopped process) only after this time."""
+
+
+class Follower:
+    """One rank: the plans it has taken, and the flight that is in the air."""
+
+    def __init__(self, rank: int, board: Board, config: Config, joined: Joined) -> None:
+        self._rank, self._board, self._config, self._joined = rank, board, config, joined
+        self._overlap = joined.loaded.settings.overlap
+        self._signs = board.signs(rank)
+        self._number, self._busy_until = 0, 0.0
+        self._flight: tuple[int, Flight] | None = None
+
+    def run(self) -> NoReturn:
+        """Carries out plans for ever. Raises whatever a plan raises."""
+        while True:
+            plan = cast(Plan, pickle.loads(self._board.take(self._rank, self._pause)))
+            self._number += 1
+            self._prepare(plan)
+            flight = self._joined.runner.launch(plan)
+            self._settle()
+            self._flight = (self._number, flight)
+            if not self._overlap:
+                self._settle()
+            self._busy_until = time.monotonic() + BUSY_S
+
+    def _settle(self) -> None:
+        """Brings in what is in the air: as rank 0 does, one launch later."""
+        if self._flight is not None:
+            number, flight = self._flight
+            self._flight = None
+            self._signs.settle(number, digest_of(flight.outcome()))
+            self._joined.check()
+
+    def _pause(self) -> None:
+        if self._flight is not None and time.monotonic() > self._busy_until:
+            self._settle()
+        time.sleep(BUSY_PAUSE_S if time.monotonic() < self._busy_until else IDLE_PAUSE_S)
+
+    def _prepare(self, plan: Plan) -> None:
+        runner = self._joined.runner
+        if runner.grammars is None and any(admit.controls and admit.controls.grammar for admit in plan.admits):
+            module, name = GRAMMARS
+            runner.grammars = getattr(importlib.import_module(module), name)(self._config)
+
+
+def live(signs: Signs, lead: Signs) -> None:
+    """Signs of life, in a thread of its own; ends the process when rank 0 has given none for long."""
+    while True:
+        signs.beat()
+        if lead.beat_ns and time.monotonic_ns() - lead.beat_ns > LEAD_SILENT_S * 1e9:
+            LOG.error("rank 0 has given no sign of life for %.0f s; this rank ends", LEAD_SILENT_S)
+            os._exit(1)
+        time.sleep(BEAT_S)
+
+
+def follow(rank: int, size: int, port: int, path: str) -> None:
+    """A rank's life. The settings come on stdin."""
+    config = cast(Config, pickle.load(sys.stdin.buffer))
+    board = Board.open(path, size)
+    signs = board.signs(rank)
+    signs.pid = os.getpid()
+    threading.Thread(target=live, args=(signs, board.signs(0)), name="beat", daemon=True).start()
+    try:
+        mesh = Mesh(rank, size)
+        meet = StoreMeeting.at(mesh, HOST, port, START_S)
+        joined = join(config, open_checkpoint(config.model), mesh, meet, signs, no_progress)
+        Follower(rank, board, config, joined).run()
+    except Exception as error:
+        LOG.critical("rank %d failed", rank, exc_info=error)
+        signs.give_up(f"{type(error).__name__}: {error}")
+
+
+def main() -> NoReturn:
+    """`python -c ... RANK SIZE PORT PARENT BOARD`."""
+    rank, size, port, parent = (int(argument) for argument in sys.argv[1:5])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
+    follow(rank, size, port, sys.argv[5])
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,197 @@
+"""Rank 0 of an engine of several ranks: starts the others, tells them every plan, and ends with them.
+
+Owns the processes of the other ranks and the start of an engine, whatever the number of its ranks. Called by `legato.llm` and
+`legato.assembly`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import OrderedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import distributed
+
+from legato.config import Config
+from legato.engine.ranks.board import DIGEST_BYTES, Board
+from legato.engine.ranks.join import HOST, START_S, Joined, join
+from legato.engine.ranks.watch import RankLost, Watch
+from legato.engine.start import Started, engine_around
+from legato.engine.start import start as start_alone
+from legato.model.checkpoint import Checkpoint, Progress, no_progress
+from legato.parallel import Mesh
+from legato.parallel.meeting import StoreMeeting
+from legato.plan import Outcome, Plan
+from legato.types import SamplingParams
+
+if TYPE_CHECKING:
+    from legato.runtime.grammar import Grammars
+    from legato.runtime.runner import Flight
+
+LOG = logging.getLogger(__name__)
+
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from legato.engine.ranks.follow import main; main()"
+)
+"""With the module path of this process."""
+STDERR = 2
+PAUSE_S = 0.0002
+"""Between two looks at ranks that have not read what their slots hold."""
+REMEMBERED = 64
+"""Steps whose outcome is kept for the ranks that settle them later."""
+
+
+def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progress) -> Started:
+    """Builds an engine for an opened checkpoint, of as many ranks as the settings say.
+
+    Raises: as `engine.start.load_rank`; RankLost where another rank cannot start, with its reason; BoardError where ranks
+    cannot share memory.
+    """
+    if config.execution.tensor_parallel == 1:
+        return start_alone(config, checkpoint, progress)
+    ranks = Ranks.start(config)
+    try:
+        joined = ranks.join(config, checkpoint, progress)
+    except Exception as error:
+        explained = ranks.watch.explain(error)
+        ranks.close()
+        if explained is error:
+            raise
+        raise explained from error
+    ranks.watch.patience_s = config.execution.rank_patience
+    loaded = joined.loaded
+    engine = engine_around(LeadRunner(joined, ranks), loaded.settings)
+    return Started(engine, loaded.spec, loaded.settings, checkpoint, ranks.watch)
+
+
+class Ranks:
+    """The other ranks of this engine: their processes, the memory shared with them, and the watch over them."""
+
+    def __init__(self, board: Board, port: int, children: dict[int, subprocess.Popen[bytes]]) -> None:
+        self.board, self._port, self._children = board, port, children
+        self.watch = Watch(board, children)
+        self._outcomes: OrderedDict[int, bytes] = OrderedDict()
+
+    @staticmethod
+    def start(config: Config) -> Ranks:
+        """Starts the processes. They end when this thread ends, however that happens."""
+        size = config.execution.tensor_parallel
+        board, port = Board.create(size), _free_port()
+        # Plain values: settings hold read-only views, which cannot be sent.
+        told = pickle.dumps(replace(config, execution=replace(config.execution, ops=dict(config.execution.ops))))
+        children: dict[int, subprocess.Popen[bytes]] = {}
+        for rank in range(1, size):
+            arguments = [json.dumps(sys.path), str(rank), str(size), str(port), str(os.getpid()), board.path]
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", BOOT, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=STDERR,
+                start_new_session=True,  # Ctrl-C in the terminal is for rank 0
+            )
+            children[rank] = child
+            assert child.stdin is not None
+            with child.stdin:
+                child.stdin.write(told)
+        return Ranks(board, port, children)
+
+    def join(self, config: Config, checkpoint: Checkpoint, progress: Progress) -> Joined:
+        """Rank 0's own part."""
+        mesh = Mesh(0, self.board.num_ranks)
+        meet = StoreMeeting.at(mesh, HOST, self._port, START_S, self.watch.raise_if_lost)
+        return join(config, checkpoint, mesh, meet, self.board.signs(0), progress)
+
+    def publish(self, plan: Plan) -> None:
+        """Tells the other ranks. Raises RankLost."""
+        self.watch.raise_if_lost()
+        self.board.publish(pickle.dumps(plan), self._pause)
+
+    def compare(self, number: int, outcome: Outcome) -> None:
+        """Notes what step `number` brought here, and compares with what other ranks have settled since. Raises RankLost."""
+        self._outcomes[number] = digest_of(outcome)
+        while len(self._outcomes) > REMEMBERED:
+            self._outcomes.popitem(last=False)
+        for rank in range(1, self.board.num_ranks):
+            settled, digest = self.board.signs(rank).outcome
+            if self._outcomes.get(settled, digest) != digest:
+                self.watch.lose(f"rank {rank} computed other tokens than rank 0 in step {settled}")
+                self.watch.raise_if_lost()
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        self.watch.close()
+        for child in self._children.values():
+            child.wait()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    def _pause(self) -> None:
+        self.watch.raise_if_lost()
+        time.sleep(PAUSE_S)
+
+
+class LeadRunner:
+    """Rank 0's runner, whose plans all ranks carry out. The ranks end with it."""
+
+    def __init__(self, joined: Joined, ranks: Ranks) -> None:
+        self._joined, self._ranks = joined, ranks
+        self.grammars: Grammars | None = None
+        self._number = 0
+        weakref.finalize(self, ranks.close)
+
+    def check(self, params: SamplingParams) -> None:
+        """As `Runner.check`."""
+        self._joined.runner.grammars = self.grammars
+        self._joined.runner.check(params)
+
+    def launch(self, plan: Plan) -> LeadFlight:
+        """Launches the plan on all ranks. Raises RankLost where that cannot be."""
+        self._ranks.publish(plan)
+        self._number += 1
+        try:
+            flight = self._joined.runner.launch(plan)
+        except Exception as error:
+            raise self._ranks.watch.explain(error) from error
+        return LeadFlight(flight, self._number, self._joined, self._ranks)
+
+
+class LeadFlight:
+    """A plan in the air on all ranks."""
+
+    def __init__(self, flight: Flight, number: int, joined: Joined, ranks: Ranks) -> None:
+        self.plan = flight.plan
+        self._flight, self._number, self._joined, self._ranks = flight, number, joined, ranks
+
+    def outcome(self) -> Outcome:
+        """As `Flight.outcome`. Raises RankLost where a rank has not taken part, or has brought something else."""
+        try:
+            outcome = self._flight.outcome()
+            self._joined.check()
+        except Exception as error:
+            raise self._ranks.watch.explain(error) from error
+        self._ranks.compare(self._number, outcome)
+        return outcome
+
+
+def digest_of(outcome: Outcome) -> bytes:
+    """Of the tokens that a step brought, on any rank."""
+    brought = [(emission.row, emission.tokens, emission.done) for emission in outcome.emissions]
+    return hashlib.blake2b(repr((outcome.epoch, brought)).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+__all__ = ["LeadRunner", "RankLost", "Ranks", "digest_of", "start"]

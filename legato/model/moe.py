@@ -9,12 +9,12 @@ from torch import Tensor
 
 from legato.model.spec import ModelSpec
 from legato.model.weights import MlpWeights, MoeWeights
-from legato.ops import route, swiglu
+from legato.ops import route
 
 
 def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     """down(silu(gate x) * up x) on [T, D] rows."""
-    return weights.down.linear(swiglu(weights.gate_up.linear(x)))
+    return weights.down.linear(weights.gate_up.linear_swiglu(x))
 
 
 def moe(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:

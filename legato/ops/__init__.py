@@ -16,11 +16,12 @@ from legato.ops.gemm import (
     linear_heads,
     linear_int4,
     linear_nvfp4,
+    linear_swiglu,
 )
 from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
 from legato.ops.prologue import prologue_full, prologue_shared, quantize_index_query
-from legato.ops.reduce import add_rms_norm, all_reduce_add_norm
+from legato.ops.reduce import add_rms_norm, all_gather, all_reduce_add_norm
 from legato.ops.rows import (
     LETTER_EXTRA,
     accept_rows,
@@ -45,6 +46,7 @@ __all__ = [
     "accept_rows",
     "add_rms_norm",
     "advance_rows",
+    "all_gather",
     "all_reduce_add_norm",
     "bind",
     "cache_slots",
@@ -65,6 +67,7 @@ __all__ = [
     "linear_heads",
     "linear_int4",
     "linear_nvfp4",
+    "linear_swiglu",
     "logprobs",
     "moe_bf16",
     "moe_fp8_block",

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from legato.ops.experts import moe_bf16
-from legato.ops.gemm import linear_bf16, linear_bf16_normed
+from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_swiglu
 from legato.quant.formats import Format
 from legato.quant.weight import ScaleFault, Weight
 
@@ -56,6 +56,13 @@ class DenseWeight:
 
     def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
         return linear_bf16_normed(x, norm, eps, self._packed_normed)
+
+    @cached_property
+    def _packed_gated(self) -> torch.Tensor:
+        return linear_swiglu.pack(self.tensor)
+
+    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_swiglu(x, self._packed_gated)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.to(dtype)

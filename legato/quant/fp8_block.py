@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn import functional
@@ -15,7 +16,7 @@ from torch.nn import functional
 from legato.ops.experts import moe_fp8_block
 from legato.ops.gemm import linear_fp8_block
 from legato.ops.gemm.dequantize import dequantize_fp8_block
-from legato.ops.pointwise import rms_norm
+from legato.ops.pointwise import rms_norm, swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
@@ -47,11 +48,19 @@ class Fp8BlockWeight:
     def nbytes(self) -> int:
         return self.weight.nbytes + self.scale_inv.nbytes
 
+    @cached_property
+    def _packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the bound implementation wants them; the tensors themselves where that does not care."""
+        return linear_fp8_block.pack(self.weight, self.scale_inv)
+
     def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return linear_fp8_block(x, self.weight, self.scale_inv, residual)
+        return linear_fp8_block(x, *self._packed, residual)
 
     def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
         return self.linear(rms_norm(x, norm, eps))
+
+    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu(self.linear(x))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_fp8_block(self.weight, self.scale_inv).to(dtype)

@@ -19,7 +19,7 @@ import torch
 from legato.ops.experts import moe_int4
 from legato.ops.gemm import linear_int4
 from legato.ops.gemm.dequantize import dequantize_int4
-from legato.ops.pointwise import rms_norm
+from legato.ops.pointwise import rms_norm, swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.nibbles import NibbleWeight
@@ -44,6 +44,9 @@ class Int4Weight(NibbleWeight):
 
     def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
         return self.linear(rms_norm(x, norm, eps))
+
+    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu(self.linear(x))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_int4(self.packed, self.scale).to(dtype)

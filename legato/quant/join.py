@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from legato.ops.pointwise import rms_norm
+from legato.ops.pointwise import rms_norm, swiglu
 from legato.quant.dense import DenseWeight
 from legato.quant.formats import BLOCK, Format
 from legato.quant.fp8_block import Fp8BlockWeight
@@ -53,6 +53,9 @@ class StackedWeight:
 
     def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
         return self.linear(rms_norm(x, norm, eps))
+
+    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu(self.linear(x))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([weight.dequantize(dtype) for weight in self.weights])

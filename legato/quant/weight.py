@@ -47,6 +47,10 @@ class Weight(Protocol):
         """rms_norm(x[T,K], norm[K], eps) @ W.T -> [T,N] in x.dtype: a product that norms its rows on the way in."""
         ...
 
+    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """swiglu(x[T,K] @ W.T) -> [T,N/2] in x.dtype, of a weight of gate rows, then up rows."""
+        ...
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] in `dtype`: computed in float32 with one rounding per element, then cast once."""
         ...

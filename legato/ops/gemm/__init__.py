@@ -18,7 +18,7 @@ from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, de
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.invariant import ROW_BLOCK, float32, matmul, pack_columns
 from legato.ops.op import Op, op
-from legato.ops.pointwise import rms_norm
+from legato.ops.pointwise import rms_norm, swiglu
 
 
 def _linear(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
@@ -44,6 +44,17 @@ def linear_bf16_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> T
     x [T, K], norm [K], weight [N, K] bfloat16 or float32, as stored or as `linear_bf16_normed.pack` made it -> [T, N].
     """
     return _linear(rms_norm.reference(x, norm, eps), weight, None)
+
+
+@op(pack=pack_columns)
+def linear_swiglu(x: Tensor, gate_up: Tensor) -> Tensor:
+    """swiglu(x @ gate_up.T): the first product of a SwiGLU with its activation. What is rounded in between is rounded to
+    x's dtype, as by two ops.
+
+    x [T, K], gate_up [2F, K] bfloat16 or float32 (gate rows, then up rows), as stored or as `linear_swiglu.pack` made it
+    -> [T, F]. Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    return swiglu.reference(_linear(x, gate_up, None))
 
 
 @op
@@ -160,6 +171,24 @@ def _normed_case(rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Wher
     )
 
 
+def _swiglu_case(rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
+    outputs, inputs = shape
+    return Case(
+        linear_swiglu,
+        f"linear_swiglu rows={rows} n={outputs} k={inputs} {str(dtype)[6:]}",
+        lambda draw: (
+            draw.normal(rows, inputs, dtype=dtype),
+            draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5),
+        ),
+        # A gate or an up that rounds to its neighbour moves the product by as much again.
+        Tolerance(2.0**-6, 2.0**-7) if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        weights=(1,),
+        bytes=(outputs * inputs + rows * (outputs // 2 + inputs)) * dtype.itemsize,
+        flops=2 * rows * outputs * inputs,
+        on=on,
+    )
+
+
 def _heads_case(rows: int, heads: int, shape: tuple[int, int], dtype: torch.dtype) -> Case:
     outputs, inputs = shape
     return Case(
@@ -205,6 +234,12 @@ CASES = (
         for shape in ((2048, 2048), (6144, 2048))
         for rows in (1, 6, 16)
     ),
+    *(_swiglu_case(rows, (576, 256), torch.float32, "any") for rows in (1, 9)),
+    *(
+        _swiglu_case(rows, shape, torch.bfloat16, "gpu")
+        for shape in ((512, 256), (512, 6144), (3072, 6144), (4096, 6144), (24576, 6144))
+        for rows in (1, 6, 16)
+    ),
     *(_weight_case(linear, rows, (576, 256), torch.float32, "any") for linear in _FORMATS for rows in (1, 6, 37)),
     *(_weight_case(linear, 6, (512, 384), torch.bfloat16, "any") for linear in _FORMATS),
     # Widths that no block divides: 320 = two and a half blocks of the FP8 scale, 72 columns of output.
@@ -212,6 +247,12 @@ CASES = (
     _weight_case(linear_fp8_block, 9, (72, 320), torch.float32, "any"),
     # GLM-5.2 at full width, and one rank of 8: every dense product of an iteration.
     *(_weight_case(linear_bf16, rows, shape, torch.bfloat16, "gpu") for shape in _DENSE_SHAPES for rows in (1, 6, 16)),
+    # Batches of 4, 8 and 16 requests of 6 rows.
+    *(
+        _weight_case(linear_bf16, rows, shape, torch.bfloat16, "gpu")
+        for shape in ((2784, 6144), (2048, 2048), (6144, 2048), (512, 6144), (6144, 256))
+        for rows in (24, 48, 96)
+    ),
     *(
         _weight_case(linear_fp8_block, rows, shape, torch.bfloat16, "gpu")
         for shape in (
@@ -222,6 +263,10 @@ CASES = (
             (4096, 6144),
             (2048, 2048),
             (6144, 2048),
+            (512, 6144),
+            (6144, 256),
+            (3072, 6144),
+            (6144, 1536),
         )
         for rows in (1, 6, 16)
     ),

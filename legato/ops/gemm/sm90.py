@@ -1,12 +1,13 @@
 # pyright: basic
-"""Products of 1 to 16 rows with a weight on Hopper, at the speed of memory: `sm90_linear.cu`, in bfloat16 and in FP8.
+"""Products of a few rows with a weight on Hopper, at the speed of memory: `sm90_linear.cu`, in bfloat16 and in FP8.
 
 Owns the order of a packed weight and the launch. Must not know layers; how shapes are cut is in `sm90_tiling.py`.
-Imported by `bind` only. A row's bits depend on nothing but that row.
+Imported by `bind` only. A row's bits depend on nothing but that row. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,18 +16,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.gemm import linear_bf16, linear_fp8_block
+from legato.ops.gemm import linear_bf16, linear_draft, linear_fp8_block, linear_swiglu
 from legato.ops.gemm.dequantize import dequantize_fp8_block
-from legato.ops.gemm.sm90_tiling import STRIP, WARPS, Tiling, tiling
+from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, tiling
+from legato.ops.pointwise import swiglu
 
 _SOURCE = Path(__file__).with_name("sm90_linear.cu")
+#: Rows up to which launches follow one another, each reading the weight again; beyond, the library multiplies.
+MOST_ROWS = 128
 
 
 @cache
-def kernel(cut: Tiling, tiles: int) -> tuple[Kernel, int]:
-    """The kernel of a tiling for `tiles` tiles of 8 rows, and its dynamic shared memory."""
+def kernel(cut: Tiling, tiles: int, swiglu: int = 0) -> tuple[Kernel, int]:
+    """The kernel of a tiling for `tiles` tiles of 8 rows, and its dynamic shared memory. `swiglu`: 1 for a weight packed
+    by `pack_swiglu`."""
     shared = cut.shared_bytes(tiles)
-    return Kernel(Source(_SOURCE, cut.macros(tiles)), "linear", shared_bytes=shared), shared
+    source = Source(_SOURCE, {**cut.macros(tiles), "SWIGLU": swiglu})
+    return Kernel(source, "linear", shared_bytes=shared), shared
 
 
 def arrange(weight: Tensor, cut: Tiling) -> Tensor:
@@ -60,14 +66,34 @@ def restore(packed: Tensor, cut: Tiling) -> Tensor:
     return blocks.permute(0, 2, 3, 1, 4, 5).reshape(total * STRIP, k_blocks * 4 * piece)
 
 
-def multiply(
-    cut: Tiling, x: Tensor, packed: Tensor, residual: Tensor | None, scale_inv: Tensor | None = None
-) -> Tensor:
-    """One launch: x [T, K] bfloat16 (1 to 16 rows, each aligned to 16 bytes) with a weight that `arrange` made."""
-    rows, outputs = x.shape[0], packed.shape[0] * STRIP
-    y = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x.device)
-    compiled, shared = kernel(cut, 1 if rows <= 8 else 2)
-    groups = -(-packed.shape[0] // cut.strips)
+@dataclass(frozen=True)
+class Packed:
+    """A weight that `arrange` made, and its tiling. `scale_inv`: of e4m3. `gated`: its outputs are gates and ups, which the
+    kernel combines."""
+
+    cut: Tiling
+    weight: Tensor
+    scale_inv: Tensor | None = None
+    gated: bool = False
+
+
+def multiply(packed: Packed, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """x [T, K] bfloat16 (T >= 1) with a packed weight: one launch for as many rows as its tiling takes, then the next."""
+    rows, outputs = x.shape[0], packed.weight.shape[0] * STRIP
+    y = torch.empty(rows, outputs // 2 if packed.gated else outputs, dtype=torch.bfloat16, device=x.device)
+    x, residual = _rows(x), _residual(residual)
+    step = 8 * packed.cut.most_tiles
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        _launch(packed, x[some], None if residual is None else residual[some], y[some])
+    return y
+
+
+def _launch(packed: Packed, x: Tensor, residual: Tensor | None, y: Tensor) -> None:
+    cut, weight, rows = packed.cut, packed.weight, x.shape[0]
+    outputs = weight.shape[0] * STRIP
+    compiled, shared = kernel(cut, next(tiles for tiles in TILES if 8 * tiles >= rows), int(packed.gated))
+    groups = -(-weight.shape[0] // cut.strips)
     how = Launch(
         grid=(groups * cut.ranks,),
         block=(32 * WARPS,),
@@ -75,9 +101,8 @@ def multiply(
         shared_bytes=shared,
         programmatic=True,
     )
-    scales = () if scale_inv is None else (scale_inv, scale_inv.shape[1])
-    compiled(how, packed, x, residual, y, rows, outputs, packed.shape[1], x.stride(0), outputs, *scales)
-    return y
+    scales = () if packed.scale_inv is None else (packed.scale_inv, packed.scale_inv.shape[1])
+    compiled(how, weight, x, residual, y, rows, outputs, weight.shape[1], x.stride(0), outputs, *scales)
 
 
 def _cut_of(packed: Tensor, bits: int) -> Tiling:
@@ -106,19 +131,19 @@ def _is_bf16(x: Tensor, residual: Tensor | None) -> bool:
 
 
 def _by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
-    product = functional.linear(x, weight)
-    return product if residual is None else product + residual
+    """Rounded once, as the kernel does."""
+    return functional.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
 
 
 def pack_bf16(weight: Tensor) -> Tensor:
-    """A bfloat16 weight in the kernel's order; unchanged where its type is another or its shape is not recorded."""
+    """A bfloat16 weight in the kernel's order; unchanged where its type is another or no tiling fits its shape."""
     found = tiling(*weight.shape, 16) if weight.dtype is torch.bfloat16 else None
     return weight if found is None else arrange(weight, found)
 
 
 @linear_bf16.on("sm90", pack=pack_bf16)
 def run_bf16(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Up to 16 (for some shapes 8) rows of bfloat16 with a packed weight: the kernel.
+    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel.
 
     More rows: cuBLAS on the restored weight, which costs one more pass over it. A weight that `pack` left unchanged:
     cuBLAS, or the reference in float32.
@@ -130,13 +155,42 @@ def run_bf16(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tenso
     cut = _cut_of(weight, 16)
     if not _is_bf16(x, residual):
         return linear_bf16.reference(x, restore(weight, cut), residual)
-    if not 0 < x.shape[0] <= cut.most_rows:
+    if not 0 < x.shape[0] <= MOST_ROWS:
         return _by_library(x, restore(weight, cut), residual)
-    return multiply(cut, _rows(x), weight, _residual(residual))
+    return multiply(Packed(cut, weight), x, residual)
+
+
+def pack_swiglu(gate_up: Tensor) -> Tensor:
+    """A bfloat16 weight [2F, K] with rows in fours, of the gate and of the up in turn, in the kernel's order; unchanged
+    where its type is another or no tiling fits its shape."""
+    found = tiling(*gate_up.shape, 16) if gate_up.dtype is torch.bfloat16 else None
+    return gate_up if found is None or gate_up.shape[0] % 8 else arrange(_in_turn(gate_up), found)
+
+
+def _in_turn(gate_up: Tensor) -> Tensor:
+    return gate_up.view(2, -1, 4, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
+
+
+def restore_swiglu(packed: Tensor, cut: Tiling) -> Tensor:
+    """The weight [2F, K] that `pack_swiglu` was given."""
+    in_turn = restore(packed, cut)
+    return in_turn.view(-1, 2, 4, in_turn.shape[1]).transpose(0, 1).reshape(in_turn.shape)
+
+
+@linear_swiglu.on("sm90", pack=pack_swiglu)
+def run_swiglu(x: Tensor, gate_up: Tensor) -> Tensor:
+    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel, with the bits of two launches. Otherwise the
+    product and `swiglu` as bound."""
+    if gate_up.dim() != 5:
+        return swiglu(run_bf16(x, gate_up))
+    cut = _cut_of(gate_up, 16)
+    if x.dtype is not torch.bfloat16 or not 0 < x.shape[0] <= MOST_ROWS:
+        return swiglu(run_bf16(x, restore_swiglu(gate_up, cut)))
+    return multiply(Packed(cut, gate_up, gated=True), x)
 
 
 def pack_fp8(weight: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """An e4m3 weight in the kernel's order, and its scales; unchanged where its shape is not recorded."""
+    """An e4m3 weight in the kernel's order, and its scales; unchanged where no tiling fits its shape."""
     found = tiling(*weight.shape, 8)
     if found is None:
         return weight, scale_inv
@@ -145,16 +199,24 @@ def pack_fp8(weight: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
 
 @linear_fp8_block.on("sm90", pack=pack_fp8)
 def run_fp8(x: Tensor, weight: Tensor, scale_inv: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Up to 16 rows of bfloat16 with a packed weight: the kernel, whose products are exact and whose scales multiply
-    sums over 64 of K.
+    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel, whose products are exact and whose scales
+    multiply sums over 64 of K.
 
     Otherwise the weight is dequantised to bfloat16 for cuBLAS, or to float32 for the reference.
     """
     if weight.dim() == 5:
         cut = _cut_of(weight, 8)
-        if _is_bf16(x, residual) and 0 < x.shape[0] <= cut.most_rows:
-            return multiply(cut, _rows(x), weight, _residual(residual), scale_inv)
+        if _is_bf16(x, residual) and 0 < x.shape[0] <= MOST_ROWS:
+            return multiply(Packed(cut, weight, scale_inv), x, residual)
         weight = restore(weight.view(torch.uint8), cut).view(torch.float8_e4m3fn)
     if not _is_bf16(x, residual):
         return linear_fp8_block.reference(x, weight, scale_inv, residual)
     return _by_library(x, dequantize_fp8_block(weight, scale_inv).to(torch.bfloat16), residual)
+
+
+@linear_draft.on("sm90")
+def run_draft(x: Tensor, weight: Tensor) -> Tensor:
+    """cuBLAS: the weight is the target's head, as stored."""
+    if x.dtype is weight.dtype is torch.bfloat16:
+        return functional.linear(x, weight)
+    return linear_draft.reference(x, weight)

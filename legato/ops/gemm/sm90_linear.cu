@@ -19,7 +19,8 @@
 // BATCH: slots whose part of x is fetched together; X_SLOTS: such batches in flight (X_COPIES 0: 1 if a slice is never
 // longer than a batch, else 2); PACED: slots of a ring in flight while the dependency is not resolved (the others are
 // asked for as those arrive, so that weights for later do not delay those that the preceding kernel still waits for);
-// FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold.
+// FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold; SWIGLU:
+// outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -45,7 +46,9 @@ constexpr int X_BYTES = X_COPIES ? WARPS * X_SLOTS * X_SLOT_BYTES : 0;
 constexpr int INBOX_BYTES = RANKS > 1 ? RANKS * TOKENS * OWN * 4 : 0;
 constexpr int QUADS = OUTPUTS / 4;            // groups of four outputs, the unit of the reduction
 constexpr int OWN_QUADS = OWN / 4;
-constexpr int OWN_ITEMS = (TOKENS * OWN_QUADS + THREADS - 1) / THREADS;
+constexpr int ITEM_QUADS = SWIGLU ? 2 : 1;     // that one thread finishes together
+constexpr int OWN_ITEMS = (TOKENS * OWN_QUADS / ITEM_QUADS + THREADS - 1) / THREADS;
+static_assert(OWN_QUADS % ITEM_QUADS == 0, "a gate and its up belong to the same rank");
 static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four outputs");
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
@@ -99,6 +102,14 @@ __device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
+}
+
+__device__ __forceinline__ float as_bf16(float v) { return from_bf16(to_bf16_pair(v, 0.0f) & 0xffff); }
+
+// Gate and up are rounded first, so that the result is what two launches would give.
+__device__ __forceinline__ float gated(float gate, float up) {
+  gate = as_bf16(gate);
+  return gate / (1.0f + __expf(-gate)) * as_bf16(up);
 }
 
 constexpr int PIECES = FP8 ? 2 : 1;  // of 16 bytes: what a lane needs of a row of x for one block of K
@@ -294,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
 
   // Four outputs of one row each: the residual is fetched now, while the weights are still on their way.
+#if !SWIGLU
   uint2 added[OWN_ITEMS];
 #pragma unroll
   for (int i = 0; i < OWN_ITEMS; ++i) {
@@ -303,6 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (residual != nullptr && token < rows && output < outputs)
       added[i] = load_fresh_pair(residual + (size_t(token) * residual_stride + output) * 2);
   }
+#endif
 
   Sums sums = {};
   auto pair = [&](int block) { return (begin + block) / 2 - begin / 2; };
@@ -401,27 +414,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
     barrier_wait(barrier, 0);
   }
+  auto finished = [&](int token, int quad) {  // of this rank's
+    if (RANKS == 1) return over_warps(token, quad);
+    const float *at = reinterpret_cast<const float *>(shared + RINGS_BYTES + X_BYTES) + token * OWN + quad * 4;
+    float4 sum = *reinterpret_cast<const float4 *>(at);
+#pragma unroll
+    for (int r = 1; r < RANKS; ++r) {
+      const float4 more = *reinterpret_cast<const float4 *>(at + r * TOKENS * OWN);
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    return sum;
+  };
 #pragma unroll
   for (int i = 0; i < OWN_ITEMS; ++i) {
     const int item = i * THREADS + threadIdx.x;
-    const int token = item / OWN_QUADS, quad = item % OWN_QUADS;
+    const int token = item / (OWN_QUADS / ITEM_QUADS), quad = item % (OWN_QUADS / ITEM_QUADS) * ITEM_QUADS;
     const int output = group * OUTPUTS + rank * OWN + quad * 4;
     if (token >= rows || output >= outputs) continue;
-    float4 sum;
-    if (RANKS > 1) {
-      const float *at = reinterpret_cast<const float *>(shared + RINGS_BYTES + X_BYTES) + token * OWN + quad * 4;
-      sum = *reinterpret_cast<const float4 *>(at);
-#pragma unroll
-      for (int r = 1; r < RANKS; ++r) {
-        const float4 more = *reinterpret_cast<const float4 *>(at + r * TOKENS * OWN);
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-      }
-    } else {
-      sum = over_warps(token, quad);
-    }
+    float4 sum = finished(token, quad);
+#if SWIGLU
+    const float4 up = finished(token, quad + 1);
+    sum = make_float4(gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z), gated(sum.w, up.w));
+#else
     sum.x += from_bf16(added[i].x & 0xffff), sum.y += from_bf16(added[i].x >> 16);
     sum.z += from_bf16(added[i].y & 0xffff), sum.w += from_bf16(added[i].y >> 16);
+#endif
     const uint2 rounded = make_uint2(to_bf16_pair(sum.x, sum.y), to_bf16_pair(sum.z, sum.w));
-    *reinterpret_cast<uint2 *>(y + (size_t(token) * outputs + output) * 2) = rounded;
+    *reinterpret_cast<uint2 *>(y + (size_t(token) * outputs + output) / ITEM_QUADS * 2) = rounded;
   }
 }

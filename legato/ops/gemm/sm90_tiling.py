@@ -1,8 +1,8 @@
 # pyright: basic
-"""How a weight is cut for `sm90_linear.cu`: per shape, recorded from measurements.
+"""How a weight is cut for `sm90_linear.cu`: per shape, recorded from measurements, or by the rule that they suggest.
 
-Owns the table and the arithmetic of shared memory. Must not know tensors. Called by `sm90.py`; why the entries are what
-they are is in NOTES.md. A shape that is not recorded has no tiling: cuBLAS multiplies it.
+Owns the table, the rule and the arithmetic of shared memory. Must not know tensors. Called by `sm90.py`; why the entries
+are what they are is in NOTES.md.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ STRIP = 16
 BLOCK_BYTES = 1024
 #: Warps of a thread block; each has a slice of K.
 WARPS = 8
-#: Rows that one launch takes at most, in tiles of 8. The source could take more; that has not been measured.
-MOST_ROWS = 16
+#: Tiles of 8 rows for which there are kernels; all sums of a strip and tile live in registers.
+TILES = (1, 2, 4, 8)
+#: Registers of a thread for sums and x, by bits of a weight: the others hold addresses, flags and fragments of weights.
+_SUM_REGISTERS = {16: 200, 8: 160}
 #: Shared memory of a multiprocessor, what the system keeps of it for each block, and a block's barriers.
 SHARED_BYTES, _RESERVED, _STATIC = 227 * 1024, 1024, 1024
 
@@ -26,14 +28,13 @@ SHARED_BYTES, _RESERVED, _STATIC = 227 * 1024, 1024, 1024
 class Recorded:
     """An entry of the table. `strips`, `ranks` as in `Tiling`; `ring`: KiB of weights in flight per thread block;
     `x_copies`: x by copies into shared memory, else straight into registers; `paced`: only one slot per warp is asked
-    for at first; `most_rows`: up to which it was checked on the GPU (more go to cuBLAS)."""
+    for at first."""
 
     strips: int
     ranks: int
     ring: int
     x_copies: bool = False
     paced: bool = False
-    most_rows: int = MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Tiling:
     Each warp has `slots` slots of `chunk` blocks of K in its ring of weights, of which `paced` are asked for before the
     kernel's dependency is resolved; the others follow as those arrive. It fetches x for `batch` slots together: by
     copies into shared memory (`x_copies`), `x_slots` batches ahead, or straight into registers. `bits` of a weight: 16
-    (bfloat16) or 8 (e4m3). `most_rows` that it takes: 8 or 16.
+    (bfloat16) or 8 (e4m3). All that is for one or two tiles of rows; more tiles read the same packed weight in smaller
+    pieces, and x always into registers.
     """
 
     strips: int
@@ -55,15 +57,19 @@ class Tiling:
     x_slots: int
     paced: int
     bits: int
-    most_rows: int
 
     @property
     def block_k(self) -> int:
         """K of one block."""
         return 512 // self.bits
 
+    @property
+    def most_tiles(self) -> int:
+        """The most tiles of 8 rows that one launch takes."""
+        return max(tiles for tiles in TILES if tiles <= 2 or self._takes(tiles))
+
     def macros(self, tiles: int) -> dict[str, int]:
-        """The source's macros for one or two tiles of 8 rows."""
+        """The source's macros for so many tiles of 8 rows."""
         made = {
             "STRIPS": self.strips,
             "WARPS": WARPS,
@@ -76,9 +82,33 @@ class Tiling:
             "X_COPIES": int(self.x_copies),
             "PACED": self.paced,
             "FP8": int(self.bits == 8),
+            "SWIGLU": 0,
         }
+        if tiles > 2:
+            made |= self._of_many(tiles)
         room = SHARED_BYTES // (_shared_bytes(made) + _RESERVED + _STATIC)
         return {**made, "RESIDENT": 2 if room >= 2 and _fits_128_registers(made) else 1}
+
+    def _of_many(self, tiles: int) -> dict[str, int]:
+        """What differs for more than two tiles: a ring of as many bytes in smaller slots, x in registers."""
+        blocks = 2 if tiles == 4 and self.bits == 16 else 1
+        chunk = min(self.chunk, blocks)
+        slots = self.slots * self.chunk // chunk
+        return {
+            "CHUNK": chunk,
+            "SLOTS": slots,
+            "BATCH": blocks // chunk,
+            "X_SLOTS": 2,
+            "X_COPIES": 0,
+            "PACED": min(slots, -(-self.paced * self.chunk // chunk)),
+        }
+
+    def _takes(self, tiles: int) -> bool:
+        made = self.macros(tiles)
+        return (
+            self.shared_bytes(tiles) + _RESERVED + 2 * _STATIC <= SHARED_BYTES
+            and _registers(made) <= _SUM_REGISTERS[self.bits]
+        )
 
     def shared_bytes(self, tiles: int) -> int:
         """Dynamic shared memory of a thread block."""
@@ -96,13 +126,18 @@ def _shared_bytes(macros: dict[str, int]) -> int:
     return macros["WARPS"] * (max(ring, partial) + x_ring) + inbox
 
 
-def _fits_128_registers(macros: dict[str, int]) -> bool:
-    """An estimate: sums, fragments of x in registers, and some for everything else."""
+def _registers(macros: dict[str, int]) -> int:
+    """An estimate of what a thread keeps: sums, products of one strip, fragments of x in registers."""
     chains = 2 if macros["STRIPS"] <= 2 and not macros["FP8"] else 1
     sums = 4 * macros["STRIPS"] * macros["TILES"] * chains
+    products = 8 * macros["TILES"] if macros["FP8"] and macros["TILES"] > 2 else 0
     batches = 0 if macros["X_COPIES"] else macros["X_SLOTS"]
     x = 4 * macros["BATCH"] * macros["CHUNK"] * macros["TILES"] * batches * (2 if macros["FP8"] else 1)
-    return sums + x <= (96 if not macros["FP8"] else 72)
+    return sums + products + x
+
+
+def _fits_128_registers(macros: dict[str, int]) -> bool:
+    return _registers(macros) <= (64 if macros["FP8"] else 96 if macros["TILES"] <= 2 else 80)
 
 
 def cut(k_blocks: int, recorded: Recorded, bits: int) -> Tiling:
@@ -123,7 +158,7 @@ def cut(k_blocks: int, recorded: Recorded, bits: int) -> Tiling:
     ahead = 3 if x_copies else 2
     x_slots = 1 if batch * chunk >= longest else ahead
     in_flight = 1 if paced else slots
-    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, bits, recorded.most_rows)
+    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, bits)
 
 
 #: (outputs, inputs, bits) -> how the weight is cut.
@@ -140,28 +175,65 @@ RECORDED: dict[tuple[int, int, int], Recorded] = {
     (6144, 256, 16): Recorded(3, 1, 48),
     (6144, 1536, 16): Recorded(3, 1, 144, paced=True),
     (6144, 2048, 16): Recorded(3, 1, 144, paced=True),
-    (6144, 12288, 16): Recorded(3, 1, 144, x_copies=True, most_rows=8),
-    (6144, 16384, 16): Recorded(3, 1, 144, x_copies=True, most_rows=8),
+    (6144, 12288, 16): Recorded(3, 1, 144, x_copies=True),
+    (6144, 16384, 16): Recorded(3, 1, 144, x_copies=True),
     (16384, 2048, 16): Recorded(8, 1, 192, paced=True),
-    (19360, 6144, 16): Recorded(5, 1, 96, most_rows=8),
+    (19360, 6144, 16): Recorded(5, 1, 96),
     (2624, 6144, 8): Recorded(3, 2, 96, x_copies=True, paced=True),
     (4096, 6144, 8): Recorded(2, 1, 96, x_copies=True, paced=True),
     (6144, 16384, 8): Recorded(3, 1, 96, x_copies=True),
     (16384, 2048, 8): Recorded(8, 1, 160),
+    (2048, 2048, 8): Recorded(2, 2, 64),
+    (6144, 2048, 8): Recorded(2, 1, 96),
+    (512, 6144, 8): Recorded(2, 4, 64),
+    (6144, 256, 8): Recorded(2, 1, 48),
+    (6144, 1536, 8): Recorded(3, 1, 96),
+    (24576, 6144, 8): Recorded(4, 1, 96),
     # What `legato bench skeleton` streams in place of the absorbed products, the experts and launches without weights.
-    (256, 256, 16): Recorded(1, 1, 144, paced=True, most_rows=8),
-    (2048, 512, 16): Recorded(1, 1, 144, paced=True, most_rows=8),
-    (4096, 192, 16): Recorded(2, 1, 144, paced=True, most_rows=8),
-    (9584, 2048, 16): Recorded(5, 1, 144, paced=True, most_rows=8),
-    (12288, 2048, 16): Recorded(6, 1, 144, paced=True, most_rows=8),
-    (19184, 2048, 16): Recorded(6, 1, 144, paced=True, most_rows=8),
-    (34096, 2048, 16): Recorded(6, 1, 144, paced=True, most_rows=8),
-    (68208, 2048, 16): Recorded(6, 1, 144, paced=True, most_rows=8),
+    (256, 256, 16): Recorded(1, 1, 144, paced=True),
+    (2048, 512, 16): Recorded(1, 1, 144, paced=True),
+    (4096, 192, 16): Recorded(2, 1, 144, paced=True),
+    (9584, 2048, 16): Recorded(5, 1, 144, paced=True),
+    (12288, 2048, 16): Recorded(6, 1, 144, paced=True),
+    (19184, 2048, 16): Recorded(6, 1, 144, paced=True),
+    (34096, 2048, 16): Recorded(6, 1, 144, paced=True),
+    (68208, 2048, 16): Recorded(6, 1, 144, paced=True),
 }
+
+
+#: Strips from which on a weight is cut into more thread blocks than run at once, two of them per multiprocessor.
+_MANY_STRIPS = 6 * 132
+#: Thread blocks that a weight is cut into otherwise, and those below which a cluster shares K.
+_BLOCKS, _FEW_BLOCKS = 128, 72
+#: K of one rank above which x is copied to shared memory, or K shared by more ranks.
+_LONG = 3072
+
+
+def _by_rule(strips: int, inputs: int, bits: int) -> Recorded:
+    """What the recorded tilings suggest for any weight: about 128 thread blocks, K shared by a cluster where there are too
+    few outputs for that or K is long. A rank owns whole groups of eight outputs."""
+    if strips >= _MANY_STRIPS:
+        return Recorded(5, 1, 96, x_copies=inputs > 2 * _LONG)
+    ranks = 1
+    while (
+        ranks < 8
+        and inputs * bits // 512 >= 4 * WARPS * ranks
+        and (strips * ranks <= _FEW_BLOCKS or inputs > _LONG * ranks)
+    ):
+        ranks *= 2
+    held = max(1, min(6, round(strips * ranks / _BLOCKS)))
+    whole = max(1, ranks // 2)
+    held = -(-held // whole) * whole
+    return Recorded(
+        held, ranks, 96 if bits == 8 else 144, x_copies=bits == 8 and inputs > _LONG // 2 * ranks, paced=True
+    )
 
 
 @cache
 def tiling(outputs: int, inputs: int, bits: int) -> Tiling | None:
-    """The recorded tiling of a weight [outputs, inputs] of 16 or 8 bits, or None."""
+    """The tiling of a weight [outputs, inputs] of 16 or 8 bits: the recorded one, or one by the rule. None where 16 does
+    not divide the outputs or 64 bytes the rows."""
+    if outputs % STRIP or inputs * bits % 512 or not outputs or not inputs:
+        return None
     recorded = RECORDED.get((outputs, inputs, bits))
-    return None if recorded is None else cut(inputs * bits // 512, recorded, bits)
+    return cut(inputs * bits // 512, recorded or _by_rule(outputs // STRIP, inputs, bits), bits)

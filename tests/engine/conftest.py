@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from legato.config import Config, Resolved, resolve
+from legato.config import CacheConfig, Config, Resolved, resolve
 from legato.engine.loop import Engine
 from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine
+from legato.llm import LLM
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
@@ -21,6 +22,7 @@ from legato.schedule import Request
 from legato.server.text import Tokenizer
 from legato.types import SamplingParams
 
+SMALL_CACHE = CacheConfig(tokens=8192)
 HELD_OUT = EMBEDDED_CHECKPOINT.parent / "heldout_prompts.jsonl"
 
 
@@ -36,7 +38,9 @@ class Shipped:
         self.tokenizer = Tokenizer.open(checkpoint.source)
 
     def settings(self, **changes: Any) -> Resolved:
-        resolved = resolve(Config(), max_position=self.spec.max_position, has_mtp=True, cuda_available=False)
+        """The defaults, but a cache of 8192 tokens: to fill one of 64 Ki with zeros takes longer than many a test."""
+        config = Config(cache=SMALL_CACHE)
+        resolved = resolve(config, max_position=self.spec.max_position, has_mtp=True, cuda_available=False)
         return replace(resolved, **changes)
 
     def engine(self, **changes: Any) -> Engine:
@@ -46,6 +50,12 @@ class Shipped:
 @pytest.fixture(scope="session")
 def shipped() -> Shipped:
     return Shipped()
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """The shipped checkpoint as a user has it, with five drafts; what one test leaves in it is prefixes in its cache."""
+    return LLM(config=Config(cache=SMALL_CACHE), num_drafts=5)
 
 
 @pytest.fixture(scope="session")

@@ -97,44 +97,45 @@ def test_the_text_fits(shipped: Shipped, plain: dict[str, list[int]]) -> None:
     assert text("bans that leave nothing") == "xyz"
 
 
-@pytest.mark.parametrize("place", range(6))
 def test_reasoning_ends_at_any_place_of_an_iteration(
-    shipped: Shipped, grammars: Grammars, plain: dict[str, list[int]], temperature: float, place: int
+    shipped: Shipped, grammars: Grammars, plain: dict[str, list[int]], temperature: float
 ) -> None:
-    """The device's drafts are replaced by the true continuation: the boundary lies at every place of an accepted run."""
-    request = replace(batch_of(shipped, temperature)[3], id="a")
-    truth, prompt_len = plain["regex behind a newline"], len(request.prompt)
-    engine = engine_of(shipped, grammars, num_drafts=5)
-    rows = engine.runner.rows
-    boundary = truth.index(NEWLINE)
+    """The device's drafts are replaced by the true continuation: in the n-th row the boundary lies at the n-th place of an
+    accepted run."""
+    asked, truth = batch_of(shipped, temperature)[3], plain["regex behind a newline"]
+    engine, places = engine_of(shipped, grammars, num_drafts=5), range(6)
+    rows, boundary, prompt_len = engine.runner.rows, truth.index(NEWLINE), len(asked.prompt)
 
     def overwrite() -> None:
-        at = int(rows.lengths[1]) - prompt_len + 1  # the first draft's place in the answer
-        drafts = (truth[at : at + 5] + [0] * 5)[:5] if at > 0 else []
-        wrong = max(0, boundary - place - at) if at <= boundary - place else 5
-        for depth, token in enumerate(drafts):
-            rows.tokens[1, 1 + depth] = token if depth < wrong else (token + 99) % 8000
+        for place in places:
+            at = int(rows.lengths[1 + place]) - prompt_len + 1  # the first draft's place in the answer
+            drafts = (truth[at : at + 5] + [0] * 5)[:5] if at > 0 else []
+            wrong = max(0, boundary - place - at) if at <= boundary - place else 5
+            for depth, token in enumerate(drafts):
+                rows.tokens[1 + place, 1 + depth] = token if depth < wrong else (token + 99) % 8000
 
-    assert run(engine, [request], overwrite) == [truth]
+    batch = [replace(asked, id=f"place {place}") for place in places]
+    assert run(engine, batch, overwrite) == [truth] * len(places)
 
 
 def test_preemption_changes_nothing(
     shipped: Shipped, grammars: Grammars, plain: dict[str, list[int]], temperature: float
 ) -> None:
+    names = ("schema", "lark", "regex behind a newline", "regex and penalties")
     engine = engine_of(shipped, grammars, num_drafts=5, overlap=True)
     turns = iter(range(1000))
 
     def preempt() -> None:
-        if next(turns) in (2, 4, 5, 8):
-            for name in KINDS:
+        if next(turns) in (2, 4, 5):
+            for name in names:
                 engine.preempt(name)
 
-    assert run(engine, batch_of(shipped, temperature), preempt) == list(plain.values())
+    batch = [request for request in batch_of(shipped, temperature) if request.id in names]
+    assert run(engine, batch, preempt) == [plain[request.id] for request in batch]
     assert engine.stats.preemptions >= 8
 
 
-def test_generate_chat_and_errors(shipped: Shipped) -> None:
-    llm = LLM(num_drafts=5)
+def test_generate_chat_and_errors(llm: LLM) -> None:
     params = SamplingParams(json_schema=SCHEMA, max_tokens=60, seed=3, bad_token_ids=(NEWLINE,))
     assert set(json.loads(llm.generate("The answer: ", params)[0].text)) == {"answer", "sure"}
     messages = [{"role": "user", "content": "What is 6 times 7?"}]
@@ -151,8 +152,7 @@ def test_generate_chat_and_errors(shipped: Shipped) -> None:
     assert llm.generate("The answer: ", params)[0].token_ids
 
 
-def test_ids_outside_the_vocabulary_are_refused_by_name() -> None:
-    llm = LLM(num_drafts=1)
+def test_ids_outside_the_vocabulary_are_refused_by_name(llm: LLM) -> None:
     for name, value in {
         "stop_token_ids": (8192,), "allowed_token_ids": (3, 9000), "bad_token_ids": (8192,), "logit_bias": {8192: 1.0},
     }.items():  # fmt: skip
@@ -171,8 +171,7 @@ def test_an_engine_without_a_tokenizer_refuses_a_grammar(shipped: Shipped) -> No
     assert caught.value.name == "regex" and not engine.has_work
 
 
-def test_several_samples_of_a_prompt() -> None:
-    llm = LLM(num_drafts=3)
+def test_several_samples_of_a_prompt(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=11, max_tokens=6, ignore_eos=True)
     samples = llm.generate(["def f(", "import "], params)
     assert len(samples) == 6 and len({sample.token_ids for sample in samples[:3]}) == 3

@@ -18,7 +18,7 @@ def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def moe(x: Tensor, weights: MoeWeights, spec: ModelSpec) -> Tensor:
-    """sum_k w_k Expert_k(x) + Shared(x) on [T, D] rows; the shared expert is not scaled."""
-    expert_ids, expert_weights = route(x, weights.gate, weights.bias, spec.experts_per_token, spec.routed_scale)
+    """sum_k w_k Expert_k(x) + Shared(x) on [T, D] rows; the shared expert is not scaled, and may be among the routed ones."""
+    expert_ids, expert_weights = route(x, weights.router, weights.bias, spec.experts_per_token, spec.routed_scale)
     y = weights.experts.moe(x, expert_ids, expert_weights)
     return y if weights.shared is None else y + mlp(x, weights.shared)

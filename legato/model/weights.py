@@ -18,10 +18,11 @@ from legato.model.names import layer_prefix
 from legato.model.reader import Placement, Reader, Residency, WeightSource
 from legato.model.shards import regions, vocabulary_rows
 from legato.model.spec import ModelSpec
-from legato.ops import linear_heads, prologue_full, prologue_shared
+from legato.ops import linear_heads, prologue_full, prologue_shared, route
 from legato.parallel.mesh import ONE_RANK, Mesh
 from legato.quant.formats import split_multiple
 from legato.quant.join import concatenate
+from legato.quant.packed import keep
 from legato.quant.weight import Experts, Weight
 
 __all__ = [
@@ -84,13 +85,18 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """gate [E, D] float32, bias [E] float32 (chooses, never weighs), the routed experts, the shared expert if there is
-    one."""
+    """gate [E, D] float32, bias [E] float32 (chooses, never weighs), the routed experts, the shared expert where there is
+    one that the routed ones do not hold."""
 
     gate: torch.Tensor
     bias: torch.Tensor
     experts: Experts
     shared: MlpWeights | None
+
+    @cached_property
+    def router(self) -> torch.Tensor:
+        """gate as the bound `route` wants it."""
+        return route.pack(self.gate)
 
 
 @dataclass(frozen=True)
@@ -253,9 +259,14 @@ class _Loader:
 
     def _moe(self, prefix: str) -> MoeWeights:
         reader = self.reader
+        gate = reader.dense(prefix + "gate", torch.float32)
+        bias = reader.float_tensor(prefix + "gate.e_score_correction_bias", torch.float32)
+        experts = reader.experts(prefix + "experts.", self.spec.num_experts)
+        shared = self._mlp(prefix + "shared_experts.") if self.spec.num_shared_experts else None
+        experts, inside = keep(experts, None if shared is None else (shared.gate_up, shared.down))
         return MoeWeights(
-            gate=reader.dense(prefix + "gate", torch.float32),
-            bias=reader.float_tensor(prefix + "gate.e_score_correction_bias", torch.float32),
-            experts=reader.experts(prefix + "experts.", self.spec.num_experts),
-            shared=self._mlp(prefix + "shared_experts.") if self.spec.num_shared_experts else None,
+            gate=gate,
+            bias=bias,
+            experts=experts,
+            shared=None if inside else shared,
         )

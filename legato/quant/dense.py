@@ -13,6 +13,7 @@ import torch
 
 from legato.ops.experts import moe_bf16
 from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_swiglu
+from legato.ops.op import Op
 from legato.quant.formats import Format
 from legato.quant.weight import ScaleFault, Weight
 
@@ -92,6 +93,14 @@ class DenseExperts:
     @property
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w2.nbytes
+
+    @property
+    def op(self) -> Op[..., torch.Tensor]:
+        return moe_bf16
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return self.w13, self.w2
 
     @cached_property
     def _packed(self) -> tuple[torch.Tensor, torch.Tensor]:

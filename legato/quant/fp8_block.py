@@ -16,6 +16,7 @@ from torch.nn import functional
 from legato.ops.experts import moe_fp8_block
 from legato.ops.gemm import linear_fp8_block
 from legato.ops.gemm.dequantize import dequantize_fp8_block
+from legato.ops.op import Op
 from legato.ops.pointwise import rms_norm, swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
@@ -94,11 +95,19 @@ class Fp8BlockExperts:
         return self.w13.shape[0]
 
     @property
+    def op(self) -> Op[..., torch.Tensor]:
+        return moe_fp8_block
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return self.w13, self.w13_scale_inv, self.w2, self.w2_scale_inv
+
+    @property
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w13_scale_inv.nbytes + self.w2.nbytes + self.w2_scale_inv.nbytes
 
     def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_fp8_block(x, ids, weights, self.w13, self.w13_scale_inv, self.w2, self.w2_scale_inv)
+        return moe_fp8_block(x, ids, weights, *self.stored)
 
     def dequantize(self, dtype: torch.dtype) -> DenseExperts:
         w13 = dequantize_fp8_block(self.w13, self.w13_scale_inv).to(dtype)

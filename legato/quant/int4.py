@@ -19,6 +19,7 @@ import torch
 from legato.ops.experts import moe_int4
 from legato.ops.gemm import linear_int4
 from legato.ops.gemm.dequantize import dequantize_int4
+from legato.ops.op import Op
 from legato.ops.pointwise import rms_norm, swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
@@ -79,11 +80,19 @@ class Int4Experts:
         return self.w13.shape[0]
 
     @property
+    def op(self) -> Op[..., torch.Tensor]:
+        return moe_int4
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return self.w13, self.w13_scale, self.w2, self.w2_scale
+
+    @property
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w13_scale.nbytes + self.w2.nbytes + self.w2_scale.nbytes
 
     def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_int4(x, ids, weights, self.w13, self.w13_scale, self.w2, self.w2_scale)
+        return moe_int4(x, ids, weights, *self.stored)
 
     def dequantize(self, dtype: torch.dtype) -> DenseExperts:
         w13 = dequantize_int4(self.w13, self.w13_scale).to(dtype)

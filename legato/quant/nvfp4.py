@@ -16,6 +16,7 @@ import torch
 from legato.ops.experts import moe_nvfp4
 from legato.ops.gemm import linear_nvfp4
 from legato.ops.gemm.dequantize import dequantize_nvfp4
+from legato.ops.op import Op
 from legato.ops.pointwise import rms_norm, swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import NVFP4_GROUP, Format
@@ -88,14 +89,20 @@ class Nvfp4Experts:
         return self.w13.shape[0]
 
     @property
+    def op(self) -> Op[..., torch.Tensor]:
+        return moe_nvfp4
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return self.w13, self.w13_scale, self.w13_scale_2, self.w2, self.w2_scale, self.w2_scale_2
+
+    @property
     def nbytes(self) -> int:
         scales = (self.w13_scale, self.w13_scale_2, self.w2_scale, self.w2_scale_2)
         return self.w13.nbytes + self.w2.nbytes + sum(scale.nbytes for scale in scales)
 
     def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_nvfp4(
-            x, ids, weights, self.w13, self.w13_scale, self.w13_scale_2, self.w2, self.w2_scale, self.w2_scale_2
-        )
+        return moe_nvfp4(x, ids, weights, *self.stored)
 
     def dequantize(self, dtype: torch.dtype) -> DenseExperts:
         rows_13 = self.w13_scale_2.repeat_interleave(self.w13.shape[1] // 2, dim=1)

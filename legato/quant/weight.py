@@ -1,6 +1,6 @@
 """What the model sees of a weight: it can be applied, measured and spelled out, whatever its format.
 
-Owns the two protocols. Must not know formats or ops. Implemented by the format modules beside it; used
+Owns the two protocols. Must not know formats or what an op computes. Implemented by the format modules beside it; used
 by the loader and the model.
 """
 
@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from legato.ops.op import Op
 from legato.quant.formats import Format
 
 
@@ -72,6 +73,16 @@ class Experts(Protocol):
 
     @property
     def num_experts(self) -> int: ...
+
+    @property
+    def op(self) -> Op[..., torch.Tensor]:
+        """The product of experts in this format."""
+        ...
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The op's arguments after ids and weights."""
+        ...
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """The router's choice and the chosen experts' work.
 
-Owns routing and the grouped expert product in each storage format. Knows nothing of the shared expert, which is a plain
-MLP of the model. Called by `legato.model` (route) and `legato.quant` (the products).
+Owns routing and the grouped expert product in each storage format, with a dense expert that every row takes where there
+is one. Called by `legato.model` (route) and `legato.quant` (the products).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance, Where
+from legato.ops.gemm import linear_bf16
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.invariant import (
@@ -51,20 +52,38 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tupl
 
 
 @op(pack=pack_columns)
-def moe_bf16(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def moe_bf16(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+) -> Tensor:
     """sum over a of weights[t, a] * w2[e] @ swiglu(w13[e] @ x[t]) with e = ids[t, a]; the sum runs in the order of a,
-    in float32.
+    in float32. Then, where there is a shared expert, plus shared_down @ swiglu(shared_gate_up @ x[t]).
 
     x [T, D], ids [T, A] int32 (negative: contributes nothing), weights [T, A] float32, w13 [E, 2F, D] (gate rows, then
-    up rows) and w2 [E, D, F] bfloat16 or float32, as stored or as `moe_bf16.pack` made them -> [T, D] in x's dtype.
+    up rows) and w2 [E, D, F] bfloat16 or float32, shared_gate_up [2F', D] and shared_down [D, F'] likewise (both or
+    none); weights as stored or as `moe_bf16.pack` made them -> [T, D] in x's dtype.
     Only experts that some row chose are computed.
     """
-    return _moe(x, ids, weights, lambda run: (float32(w13[run]), float32(w2[run])), w13.shape[0])
+    y = _moe(x, ids, weights, lambda run: (float32(w13[run]), float32(w2[run])), w13.shape[0])
+    return _plus_shared(y, x, shared_gate_up, shared_down)
 
 
 @op
 def moe_fp8_block(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w13_scale_inv: Tensor, w2: Tensor, w2_scale_inv: Tensor
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale_inv: Tensor,
+    w2: Tensor,
+    w2_scale_inv: Tensor,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """`moe_bf16` over experts stored as e4m3 with float32 scales per 128x128 block.
 
@@ -79,7 +98,7 @@ def moe_fp8_block(
             dequantize_fp8_block(w2[run], w2_scale_inv[run]),
         )
 
-    return _moe(x, ids, weights, dequantized, w13.shape[0])
+    return _plus_shared(_moe(x, ids, weights, dequantized, w13.shape[0]), x, shared_gate_up, shared_down)
 
 
 @op
@@ -93,6 +112,8 @@ def moe_nvfp4(
     w2: Tensor,
     w2_scale: Tensor,
     w2_scale_2: Tensor,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """`moe_bf16` over experts stored as NVFP4; gate and up keep their own global scales.
 
@@ -108,12 +129,20 @@ def moe_nvfp4(
             dequantize_nvfp4(w2[run], w2_scale[run], w2_scale_2[run]),
         )
 
-    return _moe(x, ids, weights, dequantized, w13.shape[0])
+    return _plus_shared(_moe(x, ids, weights, dequantized, w13.shape[0]), x, shared_gate_up, shared_down)
 
 
 @op
 def moe_int4(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """`moe_bf16` over experts stored as INT4 in groups of 128.
 
@@ -124,7 +153,14 @@ def moe_int4(
     def dequantized(run: slice) -> tuple[Tensor, Tensor]:
         return dequantize_int4(w13[run], w13_scale[run]), dequantize_int4(w2[run], w2_scale[run])
 
-    return _moe(x, ids, weights, dequantized, w13.shape[0])
+    return _plus_shared(_moe(x, ids, weights, dequantized, w13.shape[0]), x, shared_gate_up, shared_down)
+
+
+def _plus_shared(y: Tensor, x: Tensor, gate_up: Tensor | None, down: Tensor | None) -> Tensor:
+    """y + the shared expert's rows, rounded as a plain MLP of the model rounds."""
+    if gate_up is None or down is None:
+        return y
+    return y + linear_bf16.reference(swiglu.reference(linear_bf16.reference(x, gate_up)), down)
 
 
 def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, num_experts: int) -> Tensor:

@@ -1,0 +1,162 @@
+# pyright: basic
+"""How `sm90_moe.cu` is cut for a shape, its buffers, and its launch.
+
+Owns the macros and the arithmetic of shared memory. Must not know packing. Called by `sm90.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from legato.ops.build import Kernel, Launch, Source
+from legato.ops.experts.sm90_packing import STEP_BYTES
+
+_SOURCE = Path(__file__).with_name("sm90_moe.cu")
+FORMATS = {"bf16": 0, "fp8": 1, "int4": 2, "nvfp4": 3}
+#: Rows that one launch takes. More than ROWS_AT_ONCE of them are fetched tile by tile.
+MOST_ROWS = 64
+ROWS_AT_ONCE = 8
+#: Shared memory of a multiprocessor less what the system keeps of it for a block.
+_SHARED_BYTES = 226 * 1024
+_PARTIAL_BYTES = 512
+#: Slots of a ring, at most: what is asked for at once.
+_MOST_SLOTS = 12
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What a launch is compiled for: formats of the routed experts and the shared one (None: there is none), sizes, and
+    how many multiprocessors there are."""
+
+    routed: str
+    shared: str | None
+    hidden: int
+    width: int
+    num_experts: int
+    blocks: int
+    warps: int = 16
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The macros for a number of rows, and the dynamic shared memory."""
+
+    macros: tuple[tuple[str, int], ...]
+    shared_bytes: int
+
+
+def serves(hidden: int, width: int) -> bool:
+    """Whether the kernel takes experts of this D and F."""
+    return hidden % 128 == 0 and hidden >= 128 and (width % 256 == 0 or width == 128)
+
+
+def _rows_held(rows: int) -> int:
+    """Rows of x in shared memory: few sizes, so that few kernels are compiled."""
+    return next(held for held in (1, 2, 4, 6, ROWS_AT_ONCE) if held >= min(rows, ROWS_AT_ONCE))
+
+
+def most_tiles(rows: int, choices: int, experts: int) -> int:
+    """Tiles of as many rows as are held: an expert has one more than whole ones at most."""
+    pairs, held = rows * choices, _rows_held(rows)
+    return min(pairs, experts + pairs // held) + -(-rows // held)
+
+
+@cache
+def cut(what: Experts, rows: int, choices: int) -> Cut:
+    """The kernel for up to `rows` rows (a class of rows: see `row_class`)."""
+    held, warps = _rows_held(rows), what.warps
+    strips = -(-what.hidden // 16 // what.blocks)
+    slice_k = -(-what.hidden // 128 // warps)
+    pairs, tiles = rows * choices, most_tiles(rows, choices, what.num_experts)
+    x_bytes, terms = warps * held * (slice_k * 256 + 16), (pairs + rows) * (strips * 16 + 4) * 4
+    fixed = x_bytes + 2 * warps * _PARTIAL_BYTES
+    static = tiles * (8 + 4 * held) + pairs * 8 + 2048
+    chunk = what.chunk or _chunk(what.routed, slice_k)
+    shared_chunk = chunk if what.shared == what.routed else 1
+    slot = chunk * STEP_BYTES[what.routed]
+    if what.shared is not None:
+        slot = max(slot, shared_chunk * STEP_BYTES[what.shared])
+    slots = min(_MOST_SLOTS, (_SHARED_BYTES - static - fixed) // (warps * slot))
+    macros = {
+        "FORMAT": FORMATS[what.routed],
+        "SHARED": -1 if what.shared is None else FORMATS[what.shared],
+        "HIDDEN": what.hidden,
+        "WIDTH": what.width,
+        "GRID": what.blocks,
+        "WARPS": warps,
+        "SLOTS": slots,
+        "CHUNK": chunk,
+        "SHARED_CHUNK": shared_chunk,
+        "X_ROWS": held,
+        "MOST_PAIRS": pairs,
+        "MOST_TILES": tiles,
+        "TERMS_SHARED": int(terms <= x_bytes),
+    }
+    return Cut(tuple(macros.items()), fixed + warps * slots * slot)
+
+
+def _chunk(routed: str, slice_k: int) -> int:
+    """Steps of one copy: two to four KB, and a warp's slice of K in whole copies."""
+    if routed in ("bf16", "fp8"):
+        return 2 if routed == "bf16" else 1
+    return next(steps for steps in (3, 2, 1) if slice_k % steps == 0)
+
+
+def row_class(rows: int) -> int:
+    """The number of rows that a launch of `rows` rows is compiled for."""
+    return next(most for most in (1, 2, 4, 6, 8, 16, 32, MOST_ROWS) if most >= rows)
+
+
+@cache
+def kernel(what: Experts, most_rows: int, choices: int) -> tuple[Kernel, int]:
+    """The kernel for a class of rows, and its dynamic shared memory."""
+    made = cut(what, most_rows, choices)
+    return Kernel(Source(_SOURCE, dict(made.macros)), "moe", shared_bytes=made.shared_bytes), made.shared_bytes
+
+
+@cache
+def arrivals(device: torch.device) -> Tensor:
+    """The counter of blocks that every launch on a device advances: made at load, before anything is captured."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Blocks of a launch: all must be resident at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Packed weights of the routed experts, their global factors [E, 3] (gate, up, down; NVFP4 only), and of the shared
+    expert."""
+
+    w13: Tensor
+    w2: Tensor
+    factors: Tensor | None = None
+    shared13: Tensor | None = None
+    shared2: Tensor | None = None
+
+
+def launch(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """One launch: x [T, D] bfloat16, 1 to MOST_ROWS rows; ids [T, A] int32 and weights [T, A] float32, contiguous."""
+    rows, choices = ids.shape
+    compiled, shared_bytes = kernel(what, row_class(rows), choices)
+    y = torch.empty(rows, what.hidden, dtype=torch.bfloat16, device=x.device)
+    features = torch.empty(rows * (choices + 1), what.width, dtype=torch.bfloat16, device=x.device)
+    terms = None
+    if not dict(cut(what, row_class(rows), choices).macros)["TERMS_SHARED"]:
+        pitch = -(-what.hidden // 16 // what.blocks) * 16 + 4
+        terms = torch.empty(what.blocks, rows * (choices + 1), pitch, dtype=torch.float32, device=x.device)
+    how = Launch(grid=(what.blocks,), block=(32 * what.warps,), shared_bytes=shared_bytes, programmatic=True)
+    compiled(
+        how, packed.w13, packed.w2, packed.factors, packed.shared13, packed.shared2, x, ids, weights, y, features,
+        terms, arrivals(x.device), rows, choices, what.num_experts, x.stride(0),
+    )  # fmt: skip
+    return y

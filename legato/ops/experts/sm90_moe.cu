@@ -1,0 +1,505 @@
+// y[t] = sum over a of weights[t, a] * w2[e] swiglu(w13[e] x[t]), e = ids[t, a], and a shared expert, in one launch.
+//
+// One block per multiprocessor, all resident. First half: a "unit" is eight features of one expert, their gate rows and
+// their up rows together in one tile of 16 outputs, for up to eight rows of x that chose the expert (one tile of
+// mma.m16n8k16; an expert with more rows is several "tiles"). The warps of a block share a unit's K, so after the sums have
+// met in shared memory one lane has gate and up of a feature, and writes swiglu of them. Second half, after a barrier of
+// the grid: a block owns up to STRIPS strips of 16 outputs of every expert, a warp takes one strip of one tile at a time
+// with all of its K, and the block adds up what the choices of its rows give, in their order, in float32.
+//
+// Weights are packed (sm90_formats.cuh) so that whatever a warp reads lies in one piece. Each warp streams its own
+// sequence of them through a ring of its own with bulk copies, across units and halves: the ring is full of the second
+// half's weights while the block waits for the grid. What the shared expert's units need is asked for before the launch's
+// dependency is resolved, for nobody needs to know the routing for that.
+//
+// Who computes what follows from ids alone; every block works it out for itself. The order of every sum is fixed: it
+// depends neither on who computes it nor on what other rows chose.
+//
+// Macros: FORMAT of the routed experts; SHARED: format of the shared one, or NONE (-1); HIDDEN, WIDTH: D and F, multiples
+// of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; X_ROWS: rows of a tile, and of x
+// that fit (up to so many rows of the launch stay for the whole first half, more are fetched tile by tile); MOST_PAIRS:
+// rows * choices; MOST_TILES; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
+
+#include "sm90_formats.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int SHARED_FORMAT = SHARED == NONE ? FORMAT : SHARED;
+typedef Format<FORMAT> Routed;
+typedef Format<SHARED_FORMAT> Shared;
+constexpr int UNITS = WIDTH / 8;           // of one tile
+constexpr int DEPTH = HIDDEN / 128;        // K of the first half, in 128
+constexpr int STRIPS_ALL = HIDDEN / 16;
+constexpr int STRIPS = (STRIPS_ALL + GRID - 1) / GRID;
+constexpr int PIECE = WIDTH % 256 ? 128 : 256;  // of K that the second half holds of its rows in registers
+constexpr int PIECES = WIDTH / PIECE;
+constexpr int SLICE = (DEPTH + WARPS - 1) / WARPS;  // of K of a warp in the first half, at most, in 128
+constexpr int X_PITCH = SLICE * 256 + 16;           // rows start in different banks
+constexpr int X_BYTES = X_ROWS * X_PITCH;
+// Steps of a copy in the second half: those of the first where they divide a piece.
+constexpr int SECOND_CHUNK = CHUNK >= PIECE / Routed::STEP_K       ? PIECE / Routed::STEP_K
+                             : PIECE / Routed::STEP_K % CHUNK == 0 ? CHUNK
+                                                                   : 1;
+constexpr int SECOND_SHARED_CHUNK = SHARED_CHUNK >= PIECE / Shared::STEP_K       ? PIECE / Shared::STEP_K
+                                    : PIECE / Shared::STEP_K % SHARED_CHUNK == 0 ? SHARED_CHUNK
+                                                                                 : 1;
+constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED_CHUNK * Shared::BYTES;
+constexpr int SLOT_BYTES = CHUNK_BYTES > SHARED_CHUNK_BYTES ? CHUNK_BYTES : SHARED_CHUNK_BYTES;
+constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
+constexpr int PARTIAL_BYTES = WARPS * 512;
+constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
+static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
+static_assert(HIDDEN % 128 == 0 && (WIDTH % 256 == 0 || WIDTH == 128), "K comes in steps and pieces");
+
+__device__ __forceinline__ u32 shared_address(const void *pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#ifdef SPIN_LIMIT
+  int spins = 0;
+#endif
+  while (!barrier_passed(barrier, parity)) {
+#ifdef SPIN_LIMIT
+    if (++spins > SPIN_LIMIT) __trap();
+#endif
+  }
+}
+
+__device__ __forceinline__ void copy_bulk(u32 target, const void *source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// Past the L1: others write these bytes in this launch or the one before.
+__device__ __forceinline__ void copy16(u32 target, const void *source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_fresh(const u8 *pointer) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer));
+  return v;
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
+
+// Where item number `index` of a warp is: items go round the warps, strip by strip of a tile.
+struct Item {
+  int tile, strip;
+
+  __device__ __forceinline__ void advance(int live) {
+    tile += WARPS / live, strip += WARPS % live;
+    if (strip >= live) strip -= live, ++tile;
+  }
+};
+
+#ifdef TRACE
+#define MARK(n) if (threadIdx.x == 0) reinterpret_cast<long long *>(terms_global)[block * 8 + n] = clock64()
+#else
+#define MARK(n)
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    moe(const u8 *__restrict__ w13, const u8 *__restrict__ w2, const float *__restrict__ factors,
+        const u8 *__restrict__ shared13, const u8 *__restrict__ shared2, const u8 *__restrict__ x, const int *ids,
+        const float *weights, u8 *__restrict__ y, u8 *features, float *terms_global, u64 *arrivals, int rows,
+        int choices, int experts, int x_stride) {
+  extern __shared__ __align__(1024) u8 memory[];
+  __shared__ __align__(8) u64 full_barriers[WARPS][SLOTS];
+  __shared__ __align__(8) u64 met_barriers[2], free_barriers[2];
+  __shared__ int expert_of[MOST_TILES];     // -1: the shared expert
+  __shared__ int count_of[MOST_TILES];      // rows of a tile
+  __shared__ int pair_of[MOST_TILES][X_ROWS];  // row * choices + choice; the shared expert's pairs follow
+  __shared__ int id_of[MOST_PAIRS];
+  __shared__ float weight_of[MOST_PAIRS];
+  __shared__ int tiles_before[WARPS];
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int block = blockIdx.x, pairs = rows * choices;
+  u8 *const ring = memory + warp * RING_BYTES;
+  float *const partial = reinterpret_cast<float *>(memory + WARPS * RING_BYTES);
+  u8 *const x_all = memory + WARPS * RING_BYTES + 2 * PARTIAL_BYTES, *const x_own = x_all + warp * X_BYTES;
+  float *const terms = TERMS_SHARED ? reinterpret_cast<float *>(x_all)
+                                    : terms_global + size_t(block) * (pairs + rows) * TERM_PITCH;
+  const u32 ring_at = shared_address(ring), full = shared_address(full_barriers[warp]);
+  u64 once;  // most weights are read by one block only
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+
+  // This warp's slice of K in the first half, and this block's strips in the second.
+  const int slice_begin = warp * DEPTH / WARPS, slice = (warp + 1) * DEPTH / WARPS - slice_begin;
+  const int strip_begin = block * STRIPS_ALL / GRID, live = (block + 1) * STRIPS_ALL / GRID - strip_begin;
+
+  // The shared expert's tiles stand first. Its units go round the blocks, whatever the routing.
+  const int shared_tiles = SHARED == NONE ? 0 : (rows + X_ROWS - 1) / X_ROWS;
+  const int shared_all = shared_tiles * UNITS;
+  const int shared_units = shared_all > block ? (shared_all - block + GRID - 1) / GRID : 0;
+  int routed_first = 0, routed_units = 0, num_tiles = shared_tiles;
+
+  // What this warp reads, in order: units of the shared expert, routed units, then strips of tiles. Lane 0 asks for it.
+  const u8 *source = nullptr;
+  int source_steps = 0, source_chunk = 0, source_unit = 0, fetch_slot = 0, in_flight = 0;
+  Item source_item = {0, 0};
+  bool source_shared = false;
+  auto open = [&](bool known) {
+    if (source_unit < shared_units) {
+      const int unit = (block + source_unit * GRID) % UNITS;
+      source_shared = true, source_chunk = SHARED_CHUNK;
+      source_steps = slice * (128 / Shared::STEP_K);
+      source = shared13 + (size_t(unit) * DEPTH + slice_begin) * (128 / Shared::STEP_K) * Shared::BYTES;
+      ++source_unit;
+      return true;
+    }
+    if (!known) return false;
+    if (source_unit < shared_units + routed_units) {
+      const int unit = routed_first + source_unit - shared_units;
+      source_shared = false, source_chunk = CHUNK;
+      source_steps = slice * (128 / Routed::STEP_K);
+      source = w13 + ((size_t(expert_of[shared_tiles + unit / UNITS]) * UNITS + unit % UNITS) * DEPTH + slice_begin) *
+                         (128 / Routed::STEP_K) * Routed::BYTES;
+      ++source_unit;
+      return true;
+    }
+    if (source_item.tile >= num_tiles) return false;
+    const int expert = expert_of[source_item.tile], strip = strip_begin + source_item.strip;
+    source_shared = SHARED != NONE && expert < 0;
+    source_chunk = source_shared ? SECOND_SHARED_CHUNK : SECOND_CHUNK;
+    if (source_shared) {
+      source_steps = WIDTH / Shared::STEP_K;
+      source = shared2 + size_t(strip) * (WIDTH / Shared::STEP_K) * Shared::BYTES;
+    } else {
+      source_steps = WIDTH / Routed::STEP_K;
+      source = w2 + (size_t(expert) * STRIPS_ALL + strip) * (WIDTH / Routed::STEP_K) * Routed::BYTES;
+    }
+    source_item.advance(live);
+    return true;
+  };
+  // One more chunk into the next slot; false where nothing is left, or nothing is known yet.
+  auto fetch = [&](bool known) {
+    while (source_steps == 0)
+      if (!open(known)) return false;
+    const int steps = min(source_chunk, source_steps);
+    const u32 bytes = steps * (source_shared ? Shared::BYTES : Routed::BYTES);
+    barrier_expect(full + fetch_slot * 8, bytes);
+    copy_bulk(ring_at + fetch_slot * SLOT_BYTES, source, bytes, full + fetch_slot * 8, once);
+    source += bytes, source_steps -= steps;
+    if (++fetch_slot == SLOTS) fetch_slot = 0;
+    return true;
+  };
+
+  if (lane == 0) {
+    for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full + slot * 8, 1);
+    if (warp == 0)
+      for (int i = 0; i < 2; ++i) {
+        barrier_init(shared_address(&met_barriers[i]), WARPS);
+        barrier_init(shared_address(&free_barriers[i]), 1);
+      }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    while (in_flight < SLOTS && fetch(false)) ++in_flight;
+  }
+  if (live > 0) source_item = {warp / live, warp % live};
+  asm volatile("griddepcontrol.launch_dependents;");
+  MARK(0);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  MARK(1);
+
+  for (int i = threadIdx.x; i < pairs; i += THREADS) {
+    id_of[i] = __ldcg(ids + i);
+    weight_of[i] = __ldcg(weights + i);
+  }
+  // Rows of x that stay for the whole first half.
+  const bool resident = rows <= X_ROWS;
+  auto stage_row = [&](int slot, int row) {
+    const u8 *from = x + (size_t(row) * x_stride + slice_begin * 128) * 2;
+    for (int at = lane * 16; at < slice * 256; at += 512) copy16(shared_address(x_own) + slot * X_PITCH + at, from + at);
+  };
+  if (resident)
+    for (int row = 0; row < rows; ++row) stage_row(row, row);
+  copies_commit();
+  // `arrivals` only grows, by GRID per launch; this block has not arrived yet.
+  u64 wanted = 0;
+  if (threadIdx.x == 0) wanted = (__ldcg(reinterpret_cast<unsigned long long *>(arrivals)) / GRID + 1) * GRID;
+
+  // The tiles: experts in ascending order, an expert's pairs in ascending order, X_ROWS to a tile.
+  for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) {
+    const int tile = i / X_ROWS;
+    pair_of[tile][i % X_ROWS] = pairs + i;
+    if (i % X_ROWS == 0) expert_of[tile] = -1, count_of[tile] = min(X_ROWS, rows - i);
+  }
+  __syncthreads();
+  for (int first = 0; first < experts; first += THREADS) {
+    const int expert = first + threadIdx.x;
+    int count = 0;
+    for (int i = 0; i < pairs; ++i) count += id_of[i] == expert;
+    if (expert >= experts) count = 0;
+    const int tiles = (count + X_ROWS - 1) / X_ROWS;
+    int before = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int lower = __shfl_up_sync(0xffffffffu, before, step);
+      if (lane >= step) before += lower;
+    }
+    if (lane == 31) tiles_before[warp] = before;
+    __syncthreads();
+    int here = num_tiles + before - tiles;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      if (w < warp) here += tiles_before[w];
+      num_tiles += tiles_before[w];
+    }
+    if (count > 0)
+      for (int i = 0, n = 0; i < pairs; ++i)
+        if (id_of[i] == expert) {
+          const int tile = here + n / X_ROWS;
+          pair_of[tile][n % X_ROWS] = i;
+          if (n % X_ROWS == 0) expert_of[tile] = expert, count_of[tile] = min(X_ROWS, count - n);
+          ++n;
+        }
+    __syncthreads();
+  }
+
+  // This block's routed units: so many that all blocks read about the same, with what they have of the shared expert.
+  {
+    const float all = float(num_tiles - shared_tiles) * UNITS;
+    constexpr float ratio =
+        SHARED == NONE ? 0.0f : float(128 / Shared::STEP_K * Shared::BYTES) / (128 / Routed::STEP_K * Routed::BYTES);
+    const int more = shared_all % GRID, least = shared_all / GRID;  // `more` blocks have one unit of it more than `least`
+    const float fair = (all + shared_all * ratio) / GRID;
+    const float with_more = more == 0 ? 0.0f : fmaxf(0.0f, fair - (least + 1) * ratio);
+    const float without = (all - more * with_more) / (GRID - more);
+    auto boundary = [&](int b) {
+      if (b == GRID) return int(all);
+      return int(b < more ? b * with_more : more * with_more + (b - more) * without);
+    };
+    routed_first = boundary(block);
+    routed_units = boundary(block + 1) - routed_first;
+  }
+  if (live == 0) source_item.tile = num_tiles;
+  if (lane == 0)
+    while (in_flight < SLOTS && fetch(true)) ++in_flight;
+  __syncwarp();
+
+  int slot = 0;
+  u32 parity = 0;
+  auto next_slot = [&]() {
+    __syncwarp();
+    if (lane == 0) fetch(true);
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
+  };
+
+  MARK(2);
+  // First half.
+  copies_wait<0>();
+  __syncwarp();
+  int staged = -1;
+  for (int index = 0; index < shared_units + routed_units; ++index) {
+    const bool is_shared = SHARED != NONE && index < shared_units;
+    const int unit = is_shared ? block + index * GRID : shared_tiles * UNITS + routed_first + index - shared_units;
+    const int tile = unit / UNITS, feature = unit % UNITS * 8;
+    const int count = count_of[tile];
+    const bool reduces = warp == index % WARPS;
+    auto row_of = [&](int place) { return is_shared ? pair_of[tile][place] - pairs : pair_of[tile][place] / choices; };
+    if (!resident && tile != staged) {
+      __syncwarp();
+      for (int place = 0; place < count; ++place) stage_row(place, row_of(place));
+      copies_commit();
+      copies_wait<0>();
+      __syncwarp();
+      staged = tile;
+    }
+    float gate_factor = 1.0f, up_factor = 1.0f;
+    if (FORMAT == NVFP4 && reduces && !is_shared) {
+      gate_factor = factors[expert_of[tile] * 3];
+      up_factor = factors[expert_of[tile] * 3 + 1];
+    }
+    const int place = g < count ? g : 0;  // columns beyond the tile's rows are computed and not read
+    const u8 *x_lane = x_own + (resident ? row_of(place) : place) * X_PITCH + t * 32;
+    Sums sums = {};
+    if (is_shared) {
+      for (int left = slice * (128 / Shared::STEP_K); left > 0; left -= SHARED_CHUNK) {
+        barrier_wait(full + slot * 8, parity);
+#pragma unroll
+        for (int s = 0; s < SHARED_CHUNK; ++s)
+          if (s < left)
+            multiply<SHARED_FORMAT>(sums, ring + slot * SLOT_BYTES + s * Shared::BYTES, lane, [&](int b) {
+              const u8 *at = x_lane + s * Shared::STEP_K * 2 + b * 128;
+              return Fragment{load16(at), load16(at + 16)};
+            });
+        x_lane += SHARED_CHUNK * Shared::STEP_K * 2;
+        next_slot();
+      }
+    } else {
+      for (int left = slice * (128 / Routed::STEP_K); left > 0; left -= CHUNK) {
+        barrier_wait(full + slot * 8, parity);
+#pragma unroll
+        for (int s = 0; s < CHUNK; ++s)
+          if (s < left)
+            multiply<FORMAT>(sums, ring + slot * SLOT_BYTES + s * Routed::BYTES, lane, [&](int b) {
+              const u8 *at = x_lane + s * Routed::STEP_K * 2 + b * 128;
+              return Fragment{load16(at), load16(at + 16)};
+            });
+        x_lane += CHUNK * Routed::STEP_K * 2;
+        next_slot();
+      }
+    }
+    // The warps' sums meet in one of two buffers; one warp after the other adds them up.
+    const int buffer = index % 2;
+    const u32 met = shared_address(&met_barriers[buffer]), freed = shared_address(&free_barriers[buffer]);
+    float *const here = partial + buffer * (PARTIAL_BYTES / 4);
+    if (index >= 2) barrier_wait(freed, (index / 2 - 1) & 1);
+    reinterpret_cast<float4 *>(here + warp * 128)[lane] =
+        make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(met);
+    if (reduces) {
+      barrier_wait(met, index / 2 & 1);
+      float4 total = reinterpret_cast<const float4 *>(here)[lane];
+#pragma unroll
+      for (int w = 1; w < WARPS; ++w) {
+        const float4 one = reinterpret_cast<const float4 *>(here + w * 128)[lane];
+        total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(freed);
+      const u32 both = to_bf16_pair(silu(total.x * gate_factor) * (total.z * up_factor),
+                                    silu(total.y * gate_factor) * (total.w * up_factor));
+      // In a block of 64, lanes' first eight columns stand before their last eight.
+      const int column = feature / 64 * 64 + feature / 8 % 2 * 32 + feature / 16 % 4 * 8 + g;
+      unsigned short *const out = reinterpret_cast<unsigned short *>(features) + column;
+      if (2 * t < count) out[size_t(pair_of[tile][2 * t]) * WIDTH] = both & 0xffff;
+      if (2 * t + 1 < count) out[size_t(pair_of[tile][2 * t + 1]) * WIDTH] = both >> 16;
+    }
+  }
+
+  MARK(3);
+  // All features of all pairs must be there.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(arrivals) : "memory");
+    u64 seen;
+#ifdef SPIN_LIMIT
+    int spins = 0;
+#endif
+    do {
+#ifdef SPIN_LIMIT
+      if (++spins > SPIN_LIMIT) __trap();
+#endif
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(arrivals) : "memory");
+    } while (seen < wanted);
+  }
+  __syncthreads();
+
+  MARK(4);
+  // Second half. A lane holds its part of its row for a piece of K, and asks for the next where it takes the last.
+  Item item = {num_tiles, 0}, ahead = item;
+  if (live > 0) item = ahead = {warp / live, warp % live};
+  int ahead_piece = 0;
+  auto row_ahead = [&]() {
+    const int tile = min(ahead.tile, num_tiles - 1), place = g < count_of[tile] ? g : 0;
+    return features + (size_t(pair_of[tile][place]) * WIDTH + ahead_piece * PIECE) * 2 + t * 16;
+  };
+  Fragment held[PIECE / 64];
+  if (item.tile < num_tiles) {
+    const u8 *row = row_ahead();
+#pragma unroll
+    for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_fresh(row + b * 128), load_fresh(row + b * 128 + 64)};
+  }
+  for (; item.tile < num_tiles; item.advance(live)) {
+    const int tile = item.tile, count = count_of[tile];
+    const bool is_shared = SHARED != NONE && expert_of[tile] < 0;
+    const float factor = FORMAT == NVFP4 && !is_shared ? factors[expert_of[tile] * 3 + 2] : 1.0f;
+    Sums sums = {};
+    for (int piece = 0; piece < PIECES; ++piece) {
+      if (++ahead_piece == PIECES) ahead_piece = 0, ahead.advance(live);
+      const u8 *row = row_ahead();
+      auto take = [&](int b) {
+        const Fragment now = held[b];
+        held[b] = {load_fresh(row + b * 128), load_fresh(row + b * 128 + 64)};
+        return now;
+      };
+      if (is_shared) {
+#pragma unroll
+        for (int done = 0; done < PIECE / Shared::STEP_K; done += SECOND_SHARED_CHUNK) {
+          barrier_wait(full + slot * 8, parity);
+#pragma unroll
+          for (int s = 0; s < SECOND_SHARED_CHUNK; ++s)
+            multiply<SHARED_FORMAT>(sums, ring + slot * SLOT_BYTES + s * Shared::BYTES, lane,
+                                    [&](int b) { return take((done + s) * (Shared::STEP_K / 64) + b); });
+          next_slot();
+        }
+      } else {
+#pragma unroll
+        for (int done = 0; done < PIECE / Routed::STEP_K; done += SECOND_CHUNK) {
+          barrier_wait(full + slot * 8, parity);
+#pragma unroll
+          for (int s = 0; s < SECOND_CHUNK; ++s)
+            multiply<FORMAT>(sums, ring + slot * SLOT_BYTES + s * Routed::BYTES, lane,
+                             [&](int b) { return take((done + s) * (Routed::STEP_K / 64) + b); });
+          next_slot();
+        }
+      }
+    }
+    float *const out = terms + item.strip * 16 + g;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (2 * t + i % 2 < count)
+        out[size_t(pair_of[tile][2 * t + i % 2]) * TERM_PITCH + i / 2 * 8] = (sums[0][i] + sums[1][i]) * factor;
+  }
+  __syncthreads();
+
+  MARK(5);
+  // Each row's choices in their order, then the shared expert.
+  for (int i = threadIdx.x; i < rows * live * 8; i += THREADS) {
+    const int row = i / (live * 8), column = i % (live * 8) * 2;
+    float2 total = make_float2(0.0f, 0.0f);
+    for (int choice = 0; choice < choices; ++choice) {
+      const int pair = row * choices + choice;
+      if (id_of[pair] < 0 || id_of[pair] >= experts) continue;
+      const float2 term = *reinterpret_cast<const float2 *>(terms + size_t(pair) * TERM_PITCH + column);
+      total.x += weight_of[pair] * term.x, total.y += weight_of[pair] * term.y;
+    }
+    if (SHARED != NONE) {
+      const float2 term = *reinterpret_cast<const float2 *>(terms + size_t(pairs + row) * TERM_PITCH + column);
+      total.x += term.x, total.y += term.y;
+    }
+    *reinterpret_cast<u32 *>(y + (size_t(row) * HIDDEN + strip_begin * 16 + column) * 2) =
+        to_bf16_pair(total.x, total.y);
+  }
+  MARK(6);
+}

@@ -1,0 +1,68 @@
+# pyright: basic
+"""Packing and launch of `sm90_route.cu`.
+
+Owns which routers the kernel takes. Must not know experts' weights. Called by `sm90.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from legato.ops.build import Kernel, Launch, Source
+from legato.ops.experts.sm90_packing import pack_bf16
+
+_SOURCE = Path(__file__).with_name("sm90_route.cu")
+MOST_ROWS = 64
+_WARPS = 8
+#: Experts of a block; blocks of a cluster at most; K of a step; bytes of a step.
+_EXPERTS, _MOST_RANKS, _STEP_K, _STEP_BYTES = 16, 16, 64, 2048
+_SHARED_BYTES = 208 * 1024
+
+
+def serves(num_experts: int, hidden: int) -> bool:
+    """Whether all weights fit the shared memory of one cluster."""
+    fits = hidden % _STEP_K == 0 and hidden // _STEP_K * _STEP_BYTES <= _SHARED_BYTES
+    return fits and num_experts <= _EXPERTS * _MOST_RANKS
+
+
+def pack(weight: Tensor) -> Tensor:
+    """float32 [E, D] -> uint8 [terms, ceil(E/16), D/64, 2048]: bfloat16 matrices whose sum it is, one where it is bfloat16
+    already, else three."""
+    rest, terms = weight.to(torch.float32), []
+    while len(terms) < 3 and (not terms or bool((rest != 0).any())):
+        terms.append(rest.to(torch.bfloat16))
+        rest = rest - terms[-1].to(torch.float32)
+    if len(terms) == 2:
+        terms.append(torch.zeros_like(terms[0]))
+    missing = -weight.shape[0] % _EXPERTS
+    stacked = torch.nn.functional.pad(torch.stack(terms), (0, 0, 0, missing))
+    return pack_bf16(stacked)
+
+
+@cache
+def _kernel(hidden: int, num_experts: int, terms: int) -> tuple[Kernel, int]:
+    ranks, shared = -(-num_experts // _EXPERTS), hidden // _STEP_K * _STEP_BYTES
+    macros = {"HIDDEN": hidden, "EXPERTS": num_experts, "RANKS": ranks, "TERMS": terms, "MOST_ROWS": MOST_ROWS}
+    return Kernel(Source(_SOURCE, macros), "route", shared_bytes=shared, non_portable_cluster=ranks > 8), shared
+
+
+def choose(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """One launch: x [T, D] bfloat16, 1 to MOST_ROWS rows, each aligned to 16 bytes; k at most 32."""
+    rows, num_experts = x.shape[0], bias.shape[0]
+    ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
+    kernel, shared = _kernel(packed.shape[2] * _STEP_K, num_experts, packed.shape[0])
+    ranks = packed.shape[1]
+    how = Launch(
+        grid=(ranks,),
+        block=(32 * _WARPS,),
+        cluster=(ranks,) if ranks > 1 else None,
+        shared_bytes=shared,
+        programmatic=True,
+    )
+    kernel(how, packed, x, bias, ids, weights, rows, x.stride(0), k, scale)
+    return ids, weights

@@ -34,7 +34,7 @@ from legato.ops.rows import (
     gather_rows,
     write_letter,
 )
-from legato.ops.sample import gumbel, logprobs, penalize, sample, verify
+from legato.ops.sample import greedy, gumbel, logprobs, penalize, sample, verify
 from legato.ops.score import index_scores
 from legato.ops.select import top_k
 
@@ -57,6 +57,7 @@ __all__ = [
     "gather_index_pages",
     "gather_latent",
     "gather_rows",
+    "greedy",
     "gumbel",
     "index_scores",
     "layer_norm",

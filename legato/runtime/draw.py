@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from legato.ops import sample
+from legato.ops import greedy, sample
 from legato.runtime.batch import Samplers
 from legato.runtime.controls import ControlTable
 from legato.runtime.grammar import Gate, allowed_tokens
@@ -26,7 +26,7 @@ Choose = Callable[[Tensor, Rows, Tensor, Tensor], Tensor]
 def choose_greedy(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:
     """The highest logit, ties to the lowest id: the variant for batches in which every request has temperature 0."""
     del rows, device_rows, positions
-    return logits.argmax(-1)
+    return greedy(logits)
 
 
 def choose_general(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:

@@ -362,6 +362,15 @@ def prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys):
 
 
 @oracle
+def prologue_bf16(x, qkv_weight, q_weight, w_uk, q_norm, norm, index_norm, places, cache, keys):
+    qkv = (double(x) @ double(qkv_weight).T).to(x.dtype)
+    q = linear_bf16_normed(qkv[:, : q_norm.weight.shape[0]], q_norm.weight, q_norm.eps, q_weight).to(x.dtype)
+    q, queries, gates, cache, keys = prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys)
+    scores = [sum(gates[row, :, None] * (queries[row] @ keys.view(-1, 128).T).clamp_min(0)) for row in range(len(q))]
+    return q, torch.stack(scores), cache
+
+
+@oracle
 def index_scores(q, gates, cache, page_table, request, lengths):
     scores = torch.full((q.shape[0], page_table.shape[1] * 64), -math.inf, dtype=torch.float64)
     keys: dict[int, Tensor] = {}
@@ -668,3 +677,8 @@ def write_letter(letters, number, sampled, counts, accepted, ended, live):
     for request, (tokens, *others) in enumerate(facts):
         letters[int(number) % len(letters), request] = torch.tensor([*tokens, *map(int, others), int(number)])
     return letters, number
+
+
+@oracle
+def greedy(logits):
+    return torch.tensor([row.index(max(row)) for row in logits.tolist()])

@@ -85,18 +85,19 @@ def _gather_case(rows: int) -> Case:
 
 def _advance_case(num_requests: int, width: int) -> Case:
     def make(draw: Draw) -> tuple[Any, ...]:
-        requests = draw.normal(17).argsort()[:num_requests]
-        drafts = draw.integers(num_requests, width - 1, low=0, high=8192) if width > 1 else None
+        def numbers(*shape: int, high: int = 8192) -> Tensor:
+            return draw.integers(*shape, low=0, high=high, dtype=torch.int64)
+
         return (
-            draw.integers(17, 8, low=0, high=8192),
-            draw.integers(17, low=0, high=8192),
-            draw.integers(17, low=0, high=2) == 0,
-            requests,
-            draw.integers(num_requests, low=0, high=8192),
-            draw.integers(num_requests, width, low=0, high=8192),
-            draw.integers(num_requests, low=0, high=width + 1),
-            draw.integers(num_requests, low=0, high=2) == 0,
-            drafts,
+            numbers(17, 8),
+            numbers(17),
+            numbers(17, high=2) == 0,
+            draw.normal(17).argsort()[:num_requests],
+            numbers(num_requests),
+            numbers(num_requests, width),
+            numbers(num_requests, high=width + 1),
+            numbers(num_requests, high=2) == 0,
+            numbers(num_requests, width - 1) if width > 1 else None,
         )
 
     name = f"advance_rows requests={num_requests} width={width}"

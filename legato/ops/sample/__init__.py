@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.ops.case import EXACT, Case, Draw, Tolerance
+from legato.ops.case import EXACT, Case, Draw, Tolerance, Where
 from legato.ops.invariant import map_elements
 from legato.ops.op import op
 from legato.ops.sample.penalty import PENALTY_CASES, penalize
 from legato.ops.sample.philox import uniform
 from legato.ops.select.ordering import first_k, ordered_keys
 
-__all__ = ["CASES", "gumbel", "logprobs", "penalize", "sample", "verify"]
+__all__ = ["CASES", "greedy", "gumbel", "logprobs", "penalize", "sample", "verify"]
 
 
-@op
+@op(reference_ok=True)
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise -log(-log u), one number per token id, keyed by (seed, position, token id).
 
@@ -35,6 +35,12 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 
 def _gumbel_of(u: Tensor) -> Tensor:
     return u.log().neg_().log_().neg_()
+
+
+@op
+def greedy(logits: Tensor) -> Tensor:
+    """The best token of each row, ties to the lowest id. logits [T, W] float32 -> tokens [T] int64."""
+    return logits.argmax(-1)
 
 
 @op
@@ -129,7 +135,19 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, 
     return chosen, top_ids, values.gather(1, top_ids)
 
 
-def _sample_case(rows: int, vocab: int) -> Case:
+def _greedy_case(rows: int, vocab: int, on: Where = "any") -> Case:
+    """Whole numbers, so that the best are many."""
+    return Case(
+        greedy,
+        f"greedy rows={rows} vocab={vocab}",
+        lambda draw: (draw.normal(rows, vocab).round(),),
+        EXACT,
+        bytes=rows * vocab * 4,
+        on=on,
+    )
+
+
+def _sample_case(rows: int, vocab: int, on: Where = "any") -> Case:
     """Row by row: greedy, plain, top_k, top_p, min_p, all of them."""
 
     def make(draw: Draw) -> tuple[Any, ...]:
@@ -141,7 +159,7 @@ def _sample_case(rows: int, vocab: int) -> Case:
         seed, position = (draw.integers(rows, low=0, high=1 << 40, dtype=torch.int64) for _ in range(2))
         return draw.normal(rows, vocab, scale=3.0), temperature, top_k, top_p, min_p, seed, position
 
-    return Case(sample, f"sample rows={rows} vocab={vocab}", make, EXACT, bytes=rows * vocab * 4)
+    return Case(sample, f"sample rows={rows} vocab={vocab}", make, EXACT, bytes=rows * vocab * 4, on=on)
 
 
 def _verify_case(requests: int, drafts: int) -> Case:
@@ -169,7 +187,10 @@ CASES = (
         )
         for rows, vocab in ((1, 8192), (6, 1001))
     ),
+    *(_greedy_case(rows, vocab) for rows, vocab in ((1, 8192), (6, 1001))),
+    *(_greedy_case(rows, 154880, "gpu") for rows in (1, 6, 96)),
     *(_sample_case(rows, vocab) for rows, vocab in ((1, 8192), (12, 1000))),
+    *(_sample_case(rows, 154880, "gpu") for rows in (1, 6, 24)),
     *PENALTY_CASES,
     *(_verify_case(requests, drafts) for requests, drafts in ((1, 5), (40, 5), (3, 0), (8, 7))),
     *(

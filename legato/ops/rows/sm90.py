@@ -1,0 +1,172 @@
+# pyright: basic
+"""The bookkeeping of an iteration on Hopper: `sm90.cu`, one launch for each op.
+
+Owns the launches. Knows no model. Imported by `bind` only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from legato.ops.build import Kernel, Launch, Source
+from legato.ops.pointwise import rope_frequencies
+from legato.ops.rows import (
+    LETTER_EXTRA,
+    accept_rows,
+    advance_rows,
+    chain_rows,
+    decode_rows,
+    extend_rows,
+    write_letter,
+)
+
+_SOURCE = Source(Path(__file__).with_name("sm90.cu"))
+_DECODE, _CHAIN, _ACCEPT, _EXTEND, _ADVANCE, _LETTER = (
+    Kernel(_SOURCE, name)
+    for name in ("decode_rows", "chain_rows", "accept_rows", "extend_rows", "advance_rows", "write_letter")
+)
+_ONE_BLOCK = Launch(grid=(1,), block=(256,), programmatic=True)
+
+
+def _each(rows: int) -> Launch:
+    return Launch(grid=(rows,), block=(32,), programmatic=True)
+
+
+def _spread(threads: int) -> Launch:
+    return Launch(grid=(-(-threads // 128),), block=(128,), programmatic=True)
+
+
+def _checked(op_name: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int64 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{op_name}: {name} is {tensor.dtype}, strides {tensor.stride()}; expected int64, contiguous"
+            )
+
+
+@decode_rows.on("sm90")
+def decode_rows_sm90(
+    places: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    done: Tensor,
+    page_table: Tensor,
+    width: int,
+    theta: float,
+    rope_dim: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One launch; places, tokens and lengths int64 and contiguous, the page table int32 and contiguous."""
+    _checked("decode_rows", places=places, tokens=tokens, lengths=lengths)
+    page_table = page_table.to(torch.int32).contiguous()
+    rows = places.shape[0] * width
+    ids, positions = (torch.empty(rows, dtype=torch.int64, device=places.device) for _ in range(2))
+    request, visible, slots = (torch.empty(rows, dtype=torch.int32, device=places.device) for _ in range(3))
+    cos, sin = (torch.empty(rows, rope_dim // 2, dtype=torch.float32, device=places.device) for _ in range(2))
+    frequencies = rope_frequencies(places.device, theta, rope_dim)
+    made = ids, positions, request, visible, slots, cos, sin
+    sizes = width, tokens.shape[1], page_table.shape[1], rope_dim // 2
+    _DECODE(_each(rows), places, tokens, lengths, done, page_table, frequencies, *made, *sizes)
+    return made
+
+
+@chain_rows.on("sm90")
+def chain_rows_sm90(
+    places: Tensor, base: Tensor, counts: Tensor, num_steps: int, theta: float, rope_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One launch; all integers int64 and contiguous."""
+    _checked("chain_rows", places=places, base=base, counts=counts)
+    rows = places.shape[0] * num_steps
+    positions = torch.empty(rows, dtype=torch.int64, device=places.device)
+    request, visible, slots = (torch.empty(rows, dtype=torch.int32, device=places.device) for _ in range(3))
+    cos, sin = (torch.empty(rows, rope_dim // 2, dtype=torch.float32, device=places.device) for _ in range(2))
+    made = positions, request, visible, slots, cos, sin
+    if rows:
+        frequencies = rope_frequencies(places.device, theta, rope_dim)
+        _CHAIN(_each(rows), places, base, counts, frequencies, *made, places.shape[0], rope_dim // 2)
+    return made
+
+
+@accept_rows.on("sm90")
+def accept_rows_sm90(
+    sampled: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    rows: Tensor,
+    base: Tensor,
+    max_lengths: Tensor,
+    capacity: Tensor,
+    stop_ids: Tensor,
+    done: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One launch; all integers int64 and contiguous, but for the rows of `drafts`, which may lie apart."""
+    _checked("accept_rows", sampled=sampled, num_drafts=num_drafts, rows=rows, base=base)
+    _checked("accept_rows", max_lengths=max_lengths, capacity=capacity, stop_ids=stop_ids)
+    if drafts.dtype != torch.int64 or (drafts.shape[1] and drafts.stride(1) != 1):
+        raise ValueError(f"accept_rows: drafts is {drafts.dtype}, strides {drafts.stride()}; expected int64 rows")
+    requests, width = sampled.shape
+    accepted, counts = (torch.empty(requests, dtype=torch.int64, device=sampled.device) for _ in range(2))
+    ended, live = (torch.empty(requests, dtype=torch.bool, device=sampled.device) for _ in range(2))
+    arguments = sampled, drafts, num_drafts, rows, base, max_lengths, capacity, stop_ids, done
+    sizes = requests, width, drafts.stride(0), stop_ids.shape[1]
+    _ACCEPT(_spread(requests), *arguments, accepted, counts, ended, live, *sizes)
+    return accepted, counts, ended, live
+
+
+@extend_rows.on("sm90")
+def extend_rows_sm90(
+    sampled: Tensor,
+    counts: Tensor,
+    row_index: Tensor,
+    sampler_of: Tensor,
+    offset: Tensor,
+    next_ids: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch; all int64 and contiguous, slots int32."""
+    _checked("extend_rows", sampled=sampled, counts=counts, row_index=row_index, sampler_of=sampler_of, offset=offset)
+    _checked("extend_rows", next_ids=next_ids)
+    slots = slots.to(torch.int32).contiguous()
+    following, stored = torch.empty_like(next_ids), torch.empty_like(slots)
+    requests, width = sampled.shape
+    seed = torch.empty(requests, dtype=torch.int64, device=sampled.device)
+    arguments = sampled, counts, row_index, sampler_of, offset, next_ids, slots
+    total = next_ids.shape[0]
+    _EXTEND(_spread(max(total, requests)), *arguments, following, stored, seed, total, requests, width)
+    return following, stored, seed
+
+
+@advance_rows.on("sm90")
+def advance_rows_sm90(
+    tokens: Tensor,
+    lengths: Tensor,
+    done: Tensor,
+    rows: Tensor,
+    base: Tensor,
+    sampled: Tensor,
+    counts: Tensor,
+    ended: Tensor,
+    drafts: Tensor | None,
+) -> None:
+    """One launch; all integers int64 and contiguous."""
+    _checked("advance_rows", tokens=tokens, lengths=lengths, rows=rows, base=base, sampled=sampled, counts=counts)
+    if drafts is not None:
+        _checked("advance_rows", drafts=drafts)
+    requests, width = sampled.shape
+    sizes = requests, width, tokens.shape[1], 0 if drafts is None else drafts.shape[1]
+    _ADVANCE(_spread(requests), tokens, lengths, done, rows, base, sampled, counts, ended, drafts, *sizes)
+
+
+@write_letter.on("sm90")
+def write_letter_sm90(
+    letters: Tensor, number: Tensor, sampled: Tensor, counts: Tensor, accepted: Tensor, ended: Tensor, live: Tensor
+) -> None:
+    """One launch; all integers int64 and contiguous."""
+    _checked("write_letter", letters=letters, number=number, sampled=sampled, counts=counts, accepted=accepted)
+    requests, width = sampled.shape
+    if letters.shape[1:] != (requests, width + LETTER_EXTRA):
+        raise ValueError(f"write_letter: letters {tuple(letters.shape)} for {requests} requests of {width} tokens")
+    arguments = letters, number, sampled, counts, accepted, ended, live
+    _LETTER(_ONE_BLOCK, *arguments, letters.shape[0], requests, width)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import anthropic
+import importlib
+from typing import Any
+
 import pytest
 
 from tests.server.live import Live
@@ -21,11 +23,17 @@ HI = [{"role": "user", "content": "Write a function that adds two numbers."}]
 
 
 @pytest.fixture(scope="module")
-def client(real: Live) -> anthropic.Anthropic:
+def anthropic() -> Any:
+    """The client's package: its import takes seconds, so it is left to the process that runs these tests."""
+    return importlib.import_module("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(real: Live, anthropic: Any) -> Any:
     return anthropic.Anthropic(base_url=real.url, api_key="unused", max_retries=0)
 
 
-def test_a_message_and_its_stream_agree(client: anthropic.Anthropic) -> None:
+def test_a_message_and_its_stream_agree(client: Any) -> None:
     whole = client.messages.create(model="glm", max_tokens=12, messages=HI, extra_body={"temperature": 0})
     assert whole.content[0].type == "text" and whole.content[0].text
     assert whole.usage.output_tokens == 12 and whole.stop_reason == "max_tokens"
@@ -36,7 +44,7 @@ def test_a_message_and_its_stream_agree(client: anthropic.Anthropic) -> None:
     assert final.stop_reason == "max_tokens" and final.usage.output_tokens == 12
 
 
-def test_a_forced_call_has_typed_input(client: anthropic.Anthropic) -> None:
+def test_a_forced_call_has_typed_input(client: Any) -> None:
     message = client.messages.create(
         model="glm",
         max_tokens=200,
@@ -56,7 +64,7 @@ def test_a_forced_call_has_typed_input(client: anthropic.Anthropic) -> None:
     assert again.usage.output_tokens > 0
 
 
-def test_thinking_within_a_budget(client: anthropic.Anthropic) -> None:
+def test_thinking_within_a_budget(client: Any) -> None:
     with client.messages.stream(
         model="glm",
         max_tokens=64,
@@ -69,7 +77,7 @@ def test_thinking_within_a_budget(client: anthropic.Anthropic) -> None:
     assert kinds[0] == "thinking" == message.content[0].type and "text" in kinds
 
 
-def test_counting_and_caching(client: anthropic.Anthropic) -> None:
+def test_counting_and_caching(client: Any) -> None:
     long = [{"role": "user", "content": "word " * 300}]
     counted = client.messages.count_tokens(model="glm", messages=long).input_tokens
     first, second = (client.messages.create(model="glm", max_tokens=2, messages=long).usage for _ in range(2))
@@ -78,7 +86,7 @@ def test_counting_and_caching(client: anthropic.Anthropic) -> None:
     assert (second.cache_read_input_tokens or 0) >= 64 * (counted // 64 - 1)
 
 
-def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
+def test_errors_are_the_clients_own(client: Any, anthropic: Any) -> None:
     with pytest.raises(anthropic.BadRequestError, match="top_p"):
         client.messages.create(model="glm", max_tokens=2, messages=HI, extra_body={"top_p": 2})
     with pytest.raises(anthropic.BadRequestError, match="context"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 
@@ -35,17 +35,23 @@ class Sure(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(real: Live) -> Iterator[openai.OpenAI]:
+def openai() -> Any:
+    """The client's package: its import takes long, so it is left to the process that runs these tests."""
+    return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def client(real: Live, openai: Any) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_a_stream_gives_what_the_whole_reply_gives(client: openai.OpenAI) -> None:
+def test_a_stream_gives_what_the_whole_reply_gives(client: Any) -> None:
     asked: Any = {
         "model": MODEL,
         "messages": HI,
@@ -71,7 +77,7 @@ def test_a_stream_gives_what_the_whole_reply_gives(client: openai.OpenAI) -> Non
     assert whole.usage.completion_tokens_details.reasoning_tokens == 8
 
 
-def test_parse_gives_an_object(client: openai.OpenAI) -> None:
+def test_parse_gives_an_object(client: Any) -> None:
     parsed = client.chat.completions.parse(
         model=MODEL, messages=HI, response_format=Sure, max_tokens=64, seed=2, extra_body={"thinking_token_budget": 4}
     )
@@ -79,7 +85,7 @@ def test_parse_gives_an_object(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_tools_are_called_with_arguments_that_fit(client: openai.OpenAI, choice: Any) -> None:
+def test_tools_are_called_with_arguments_that_fit(client: Any, choice: Any) -> None:
     asked: Any = {
         "model": MODEL,
         "messages": HI,
@@ -98,7 +104,7 @@ def test_tools_are_called_with_arguments_that_fit(client: openai.OpenAI, choice:
     assert [each.function.arguments for each in final.message.tool_calls] == [call.function.arguments]
 
 
-def test_a_conversation_with_a_tool_goes_on(client: openai.OpenAI) -> None:
+def test_a_conversation_with_a_tool_goes_on(client: Any) -> None:
     first = client.chat.completions.create(
         model=MODEL, messages=HI, tools=[ADD], tool_choice="required", parallel_tool_calls=False, **QUICK
     ).choices[0]
@@ -114,7 +120,7 @@ def test_a_conversation_with_a_tool_goes_on(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
 
 
-def test_text_completions(client: openai.OpenAI) -> None:
+def test_text_completions(client: Any) -> None:
     asked: Any = {
         "model": MODEL,
         "prompt": ["import ", "def f("],
@@ -132,7 +138,7 @@ def test_text_completions(client: openai.OpenAI) -> None:
     assert all(choice.logprobs and len(choice.logprobs.token_logprobs or ()) == 6 for choice in whole.choices)
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+def test_errors_are_the_clients_own(client: Any, openai: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=HI)
     assert missing.value.code == "model_not_found" and missing.value.param == "model"

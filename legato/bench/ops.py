@@ -22,7 +22,7 @@ from legato.ops.op import REFERENCE, Implementation, implemented
 #: Targets looked for, in order of preference, where the wish is "best".
 TARGETS = ("sm90",)
 #: Others that are timed where the wish is "all".
-PEERS = ("cublas",)
+PEERS = ("cublas", "sm90_unfused")
 BEST, ALL = "best", "all"
 
 
@@ -157,13 +157,17 @@ def _rotated(
     copied = case.weights or range(len(arguments))
 
     def call() -> Callable[[], object]:
-        own = tuple(
-            value.clone() if isinstance(value, torch.Tensor) and index in copied else value
-            for index, value in enumerate(arguments)
-        )
+        own = tuple(_copy(value) if index in copied else value for index, value in enumerate(arguments))
         return lambda: implementation.run(*own)
 
     return [call() for _ in range(num_calls)]
+
+
+def _copy(value: Any) -> Any:
+    """Tensors, and tuples of them, in memory of their own."""
+    if isinstance(value, tuple):
+        return tuple(_copy(part) for part in value)
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _fault_of_timed(

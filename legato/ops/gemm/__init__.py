@@ -199,6 +199,7 @@ def _heads_case(rows: int, heads: int, shape: tuple[int, int], dtype: torch.dtyp
             draw.normal(heads, inputs, outputs, dtype=dtype, scale=inputs**-0.5).transpose(1, 2),
         ),
         BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        weights=(1,),
         bytes=(heads * outputs * inputs + rows * heads * (outputs + inputs)) * dtype.itemsize,
         flops=2 * rows * heads * outputs * inputs,
     )

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.gemm import linear_bf16, linear_draft, linear_fp8_block, linear_swiglu
+from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_draft, linear_fp8_block, linear_swiglu, sm90_heads
 from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, tiling
-from legato.ops.pointwise import swiglu
+from legato.ops.pointwise import rms_norm, swiglu
+
+__all__ = ["sm90_heads"]  # attached by being imported
 
 _SOURCE = Path(__file__).with_name("sm90_linear.cu")
 #: Rows up to which launches follow one another, each reading the weight again; beyond, the library multiplies.
@@ -160,6 +162,36 @@ def run_bf16(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tenso
     return multiply(Packed(cut, weight), x, residual)
 
 
+def norms(cut: Tiling) -> bool:
+    """Whether the kernel can norm the rows of x itself: a block has all of K, and a warp its whole slice at once."""
+    return cut.ranks == 1 and cut.x_slots == 1 and not cut.x_copies
+
+
+@cache
+def normed_kernel(cut: Tiling, tiles: int) -> tuple[Kernel, int]:
+    """As `kernel`, for rows that are normed on the way in."""
+    shared = cut.shared_bytes(tiles)
+    return Kernel(Source(_SOURCE, {**cut.macros(tiles), "NORM": 1}), "linear", shared_bytes=shared), shared
+
+
+@linear_bf16_normed.on("sm90", pack=pack_bf16)
+def run_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """Up to 16 rows of bfloat16 with a packed weight that one block has all of K of: one launch. Otherwise `rms_norm` as bound
+    and the product."""
+    rows = x.shape[0]
+    cut = _cut_of(weight, 16) if weight.dim() == 5 else None
+    if cut is None or not norms(cut) or x.dtype is not torch.bfloat16 or not 0 < rows <= 16:
+        return run_bf16(rms_norm(x, norm, eps), weight)
+    outputs = weight.shape[0] * STRIP
+    y = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x.device)
+    compiled, shared = normed_kernel(cut, 1 if rows <= 8 else 2)
+    grid = (-(-weight.shape[0] // cut.strips),)
+    how = Launch(grid=grid, block=(32 * WARPS,), shared_bytes=shared, programmatic=True)
+    x = _rows(x)
+    compiled(how, weight, x, None, y, rows, outputs, weight.shape[1], x.stride(0), outputs, norm, float(eps))
+    return y
+
+
 def pack_swiglu(gate_up: Tensor) -> Tensor:
     """A bfloat16 weight [2F, K] with rows in fours, of the gate and of the up in turn, in the kernel's order; unchanged
     where its type is another or no tiling fits its shape."""
@@ -214,9 +246,11 @@ def run_fp8(x: Tensor, weight: Tensor, scale_inv: Tensor, residual: Tensor | Non
     return _by_library(x, dequantize_fp8_block(weight, scale_inv).to(torch.bfloat16), residual)
 
 
-@linear_draft.on("sm90")
+@linear_draft.on("sm90", pack=pack_bf16)
 def run_draft(x: Tensor, weight: Tensor) -> Tensor:
-    """cuBLAS: the weight is the target's head, as stored."""
-    if x.dtype is weight.dtype is torch.bfloat16:
-        return functional.linear(x, weight)
-    return linear_draft.reference(x, weight)
+    """As `run_bf16`; in float32 the reference."""
+    return run_bf16(x, weight) if x.dtype is torch.bfloat16 else linear_draft.reference(x, _stored(weight))
+
+
+def _stored(weight: Tensor) -> Tensor:
+    return weight if weight.dim() == 2 else restore(weight, _cut_of(weight, 16))

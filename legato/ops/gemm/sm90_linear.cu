@@ -20,7 +20,14 @@
 // longer than a batch, else 2); PACED: slots of a ring in flight while the dependency is not resolved (the others are
 // asked for as those arrive, so that weights for later do not delay those that the preceding kernel still waits for);
 // FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold; SWIGLU:
-// outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide.
+// outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide. NORM: x is an
+// RMSNorm's input. Lanes multiply it by the norm's weight as they hold it, each warp sums the squares of its slice of K
+// beside its products, and the block divides by their root at the end: x is read once and no normed row is written
+// (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once).
+
+#ifndef NORM
+#define NORM 0
+#endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -50,6 +57,7 @@ constexpr int ITEM_QUADS = SWIGLU ? 2 : 1;     // that one thread finishes toget
 constexpr int OWN_ITEMS = (TOKENS * OWN_QUADS / ITEM_QUADS + THREADS - 1) / THREADS;
 static_assert(OWN_QUADS % ITEM_QUADS == 0, "a gate and its up belong to the same rank");
 static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four outputs");
+static_assert(!NORM || (RANKS == 1 && X_SLOTS == 1 && !X_COPIES && !SWIGLU), "a norm needs all of x at once");
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -145,6 +153,17 @@ __device__ __forceinline__ void load_rows(Fragments (&into)[X_BLOCKS], const Row
 }
 #endif
 
+#if NORM
+constexpr int NORM_PIECES = X_BLOCKS * 4 * PIECES;  // of 16 bytes: the norm's weight over a warp's slice of K
+
+// x times the norm's weight, rounded to bfloat16 as a normed row would be; the square of x is added to `squares`.
+__device__ __forceinline__ void scale_pair(u32 &x, u32 weight, float &squares) {
+  const float first = __uint_as_float(x << 16), second = __uint_as_float(x & 0xffff0000u);
+  squares = fmaf(first, first, fmaf(second, second, squares));
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(weight));
+}
+#endif
+
 #if FP8
 // Four e4m3 to two pairs of bfloat16, exactly: sign, then exponent and mantissa four bits lower, then times 2^120.
 __device__ __forceinline__ void widen(u32 codes, u32 &first, u32 &second) {
@@ -215,11 +234,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
            ,
            const float *__restrict__ scales, int scale_columns
 #endif
+#if NORM
+           ,
+           const u8 *__restrict__ norm, float eps
+#endif
     ) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 full_barriers[WARPS][SLOTS];
   __shared__ __align__(8) u64 x_barriers[WARPS][X_SLOTS];
   __shared__ __align__(8) u64 inbox_barrier;
+#if NORM
+  __shared__ float row_squares[WARPS][TOKENS];
+  __shared__ __align__(16) uint4 norm_pieces[WARPS][NORM_PIECES];
+#endif
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
@@ -268,6 +295,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       fetch(chunk);
     }
   __syncwarp();
+#if NORM
+  // Into shared memory: that is over before the wait, where loads into registers would be moved behind it.
+#pragma unroll 1
+  for (int i = lane; i < (end - begin) * 4 * PIECES; i += 32)
+    norm_pieces[warp][i] = *reinterpret_cast<const uint4 *>(norm + size_t(begin) * (BLOCK_K * 2) + i * 16);
+  __syncwarp();
+#endif
   Scales scale = {1.0f, 1.0f, STRIPS};
 #if FP8
   const int scale_row = group * OUTPUTS / 128, scale_column = begin / 2 + lane;
@@ -302,6 +336,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   mine.x = x + size_t(lane / 4) * mine.stride + (lane % 4) * (BLOCK_K / 2);
   Fragments x_even[X_BLOCKS];
   load_rows(x_even, mine, begin, end - begin);
+#endif
+#if NORM
+  float squares[TILES] = {};
+#pragma unroll
+  for (int b = 0; b < X_BLOCKS; ++b)
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+      const uint4 weights = norm_pieces[warp][b * 4 * PIECES + lane % 4 * PIECES + p];
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        scale_pair(x_even[b][tile][p].x, weights.x, squares[tile]);
+        scale_pair(x_even[b][tile][p].y, weights.y, squares[tile]);
+        scale_pair(x_even[b][tile][p].z, weights.z, squares[tile]);
+        scale_pair(x_even[b][tile][p].w, weights.w, squares[tile]);
+      }
+    }
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    squares[tile] += __shfl_xor_sync(0xffffffffu, squares[tile], 1);
+    squares[tile] += __shfl_xor_sync(0xffffffffu, squares[tile], 2);
+    if (lane % 4 == 0) row_squares[warp][tile * 8 + lane / 4] = squares[tile];
+  }
 #endif
 
   // Four outputs of one row each: the residual is fetched now, while the weights are still on their way.
@@ -432,6 +488,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int output = group * OUTPUTS + rank * OWN + quad * 4;
     if (token >= rows || output >= outputs) continue;
     float4 sum = finished(token, quad);
+#if NORM
+    float squares = row_squares[0][token];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) squares += row_squares[w][token];
+    const float factor = rsqrtf(squares / (k_blocks * BLOCK_K) + eps);
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+#endif
 #if SWIGLU
     const float4 up = finished(token, quad + 1);
     sum = make_float4(gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z), gated(sum.w, up.w));

@@ -17,7 +17,7 @@ from torch import Tensor
 from legato.ops.cache import index_cache, latent_cache, read_latent_rows, store_index_keys, store_latent
 from legato.ops.cache.layout import e4m3_to_float, index_page_views, quantize_groups
 from legato.ops.case import BFLOAT16, EXACT, Case, Draw, Tolerance
-from legato.ops.gemm import linear_heads
+from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_heads
 from legato.ops.op import op
 from legato.ops.pointwise import layer_norm, rms_norm, rope_angles, rope_half, rope_interleaved
 
@@ -118,6 +118,31 @@ def prologue_full(
     if keys.dtype == torch.uint8:
         queries, gates = quantize_index_query.reference(queries, gates)
     return _absorbed(q[:, : q.shape[1] - own], w_uk, places), queries, gates
+
+
+@op
+def prologue_bf16(
+    x: Tensor,
+    qkv_weight: Tensor,
+    q_weight: Tensor,
+    w_uk: Tensor,
+    q_norm: LatentNorm,
+    norm: LatentNorm,
+    index_norm: IndexNorm,
+    places: Places,
+    cache: Tensor,
+    keys: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`prologue_full` with the two products before it: all that a full layer does between its normed hidden states and the
+    selection, over bfloat16 or float32 weights. The model makes the same calls with weights of any format; here they are one
+    op so that whole chains can be compared.
+
+    x [T, D], qkv_weight [Q+C+R+X+I, D], q_weight [H*(N+R)+I*X, Q], q_norm: of the query latent; the others, the result and
+    what is written as in `prologue_full`.
+    """
+    qkv = linear_bf16.reference(x, qkv_weight)
+    q = linear_bf16_normed.reference(qkv[:, : q_norm.weight.shape[0]], q_norm.weight, q_norm.eps, q_weight)
+    return prologue_full.reference(qkv, q, w_uk, norm, index_norm, places, cache, keys)
 
 
 def _check_widths(qkv: Tensor, q: Tensor, w_uk: Tensor, places: Places, index_width: int) -> None:
@@ -222,6 +247,50 @@ def _case(name: str, shape: _Shape, rows: int, dtype: torch.dtype, caches: tuple
     )
 
 
+def _scored(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Index queries and keys by what they are for, their scores: a rotation of both changes nothing there."""
+    q, index_q, gates, cache, keys = outputs
+    cache, keys = _as_numbers(arguments, (cache, keys))
+    dots = torch.einsum("tix,kx->tik", index_q.float(), keys.flatten(0, -2))
+    return q, torch.einsum("ti,tik->tk", gates, dots.relu_()), cache
+
+
+def _chain_case(rows: int, hidden: int, shape: _Shape, dtype: torch.dtype) -> Case:
+    first = shape.rank + _LATENT + _ROPE + _INDEX + _INDEX_HEADS
+    second = shape.heads * (shape.nope + _ROPE) + _INDEX_HEADS * _INDEX
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        def norm(width: int) -> Tensor:
+            return 1 + draw.normal(width, dtype=dtype, scale=0.2)
+
+        return (
+            draw.normal(rows, hidden, dtype=dtype),
+            draw.normal(first, hidden, dtype=dtype, scale=hidden**-0.5),
+            draw.normal(second, shape.rank, dtype=dtype, scale=shape.rank**-0.5),
+            draw.normal(shape.heads, shape.nope, _LATENT, dtype=dtype, scale=shape.nope**-0.5),
+            LatentNorm(norm(shape.rank), 1e-5),
+            LatentNorm(norm(_LATENT), 1e-5),
+            IndexNorm(norm(_INDEX), draw.normal(_INDEX, dtype=dtype, scale=0.1), 1e-6),
+            _places(draw, rows, 6),
+            latent_cache(draw, dtype),
+            index_cache(draw, torch.uint8),
+        )
+
+    numbers = first * hidden + second * shape.rank + shape.heads * shape.nope * _LATENT
+    return Case(
+        prologue_bf16,
+        f"prologue_bf16 rows={rows} hidden={hidden} heads={shape.heads} nope={shape.nope} {str(dtype)[6:]}",
+        make,
+        Tolerance(2.0**-4, 2.0**-3),
+        mutates=(8, 9),
+        weights=(1, 2, 3),
+        bytes=numbers * dtype.itemsize,
+        flops=2 * rows * numbers,
+        on="any" if shape is _SMALL else "gpu",
+        defined=_scored,
+    )
+
+
 _BYTES, _BF16, _F32 = torch.uint8, torch.bfloat16, torch.float32
 CASES = (
     *(
@@ -250,4 +319,6 @@ CASES = (
         for rows in (1, 6, 16, 128)
         for latent in (_BF16, _BYTES)
     ),
+    _chain_case(6, 64, _SMALL, _F32),
+    *(_chain_case(rows, 6144, _RANK_OF_8, _BF16) for rows in (1, 6, 16, 128)),
 )

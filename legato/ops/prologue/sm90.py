@@ -1,0 +1,182 @@
+# pyright: basic
+"""What stands between attention's products and its selection, on Hopper: one launch of `sm90.cu`.
+
+Owns the order of a packed w_uk, the choice between the kernel and the reference, and the launch. Imported by `bind` only.
+A row's bits depend on nothing but that row.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.ops.build import Kernel, Launch, Source
+from legato.ops.cache.layout import INDEX_WIDTH, check_index_cache, check_latent_cache
+from legato.ops.gemm import sm90 as gemm
+from legato.ops.gemm.sm90_heads import arrange, restore
+from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_bf16, prologue_full, prologue_shared
+
+#: As in `sm90.cu`: the rope part of a head, the warps of a block, the outputs of a warp, and rows of a block that multiplies.
+ROPE, WARPS, SLICE, GROUP_ROWS = 64, 4, 16, 64
+#: A latent is a multiple of this: 16 bytes for each lane of a warp.
+_LATENT_STEP = 256
+_SOURCE = Path(__file__).with_name("sm90.cu")
+
+
+@cache
+def kernel(nope: int, latent: int, index_heads: int, cached: torch.dtype) -> Kernel:
+    """The kernel for heads of `nope` + 64, a latent, so many index heads (0: no indexer) and a latent cache's type."""
+    macros = {
+        "NOPE": nope,
+        "LATENT": latent,
+        "INDEXED": int(index_heads > 0),
+        "INDEX_HEADS": index_heads,
+        "PACKED": int(cached == torch.uint8),
+    }
+    return Kernel(Source(_SOURCE, macros), "attention_inputs")
+
+
+def pack(w_uk: Tensor) -> Tensor:
+    """w_uk [H, N, C] in the order in which the kernel reads it, [H, C/8, N/32, 32, 8]; unchanged where it serves no such
+    shape or type."""
+    _, nope, latent = w_uk.shape
+    if w_uk.dtype != torch.bfloat16 or nope % 32 or latent % _LATENT_STEP:
+        return w_uk
+    return arrange(w_uk.transpose(1, 2))
+
+
+def serves(qkv: Tensor, q: Tensor, w_uk: Tensor, places: Places, cache: Tensor) -> bool:
+    """Whether the kernel takes these: a packed w_uk, rows of bfloat16, a rotation of 64 numbers, a bfloat16 or byte cache.
+    The reference runs for all others."""
+    rows = (qkv, q)
+    return (
+        w_uk.dim() == 5
+        and all(x.dtype == torch.bfloat16 for x in rows)
+        and 2 * places.cos.shape[1] == ROPE
+        and cache.dtype in (torch.bfloat16, torch.uint8)
+    )
+
+
+def unpacked(w_uk: Tensor) -> Tensor:
+    """The w_uk [H, N, C] that `pack` was given."""
+    return restore(w_uk).transpose(1, 2) if w_uk.dim() == 5 else w_uk
+
+
+@prologue_shared.on("sm90", pack=pack)
+def run_shared(qkv: Tensor, q: Tensor, w_uk: Tensor, norm: LatentNorm, places: Places, cache: Tensor) -> Tensor:
+    """The kernel where it `serves`, otherwise the reference."""
+    if not serves(qkv, q, w_uk, places, cache):
+        return prologue_shared.reference(qkv, q, unpacked(w_uk), norm, places, cache)
+    rank = qkv.shape[1] - w_uk.shape[1] * 8 - ROPE
+    return _launch(qkv, q, w_uk, norm, places, cache, rank, 0, ())
+
+
+@prologue_full.on("sm90", pack=pack)
+def run_full(
+    qkv: Tensor,
+    q: Tensor,
+    w_uk: Tensor,
+    norm: LatentNorm,
+    index_norm: IndexNorm,
+    places: Places,
+    cache: Tensor,
+    keys: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel where it `serves` and index keys are bytes, turned pairwise; otherwise the reference."""
+    width = index_norm.weight.shape[0]
+    indexed = keys.dtype == torch.uint8 and index_norm.rotation == "interleaved" and width == INDEX_WIDTH
+    if not indexed or not serves(qkv, q, w_uk, places, cache):
+        return prologue_full.reference(qkv, q, unpacked(w_uk), norm, index_norm, places, cache, keys)
+    check_index_cache(keys, width)
+    heads, latent, nope = w_uk.shape[0], w_uk.shape[1] * 8, w_uk.shape[2] * 32
+    index_heads = (q.shape[1] - heads * (nope + ROPE)) // width
+    if index_heads % 2:
+        return prologue_full.reference(qkv, q, unpacked(w_uk), norm, index_norm, places, cache, keys)
+    index_q = torch.empty(q.shape[0], index_heads, width, dtype=torch.float8_e4m3fn, device=q.device)
+    gates = torch.empty(q.shape[0], index_heads, dtype=torch.float32, device=q.device)
+    scale = index_heads**-0.5 * width**-0.5
+    indexer = index_norm.weight, index_norm.bias, keys, index_q, gates, float(index_norm.eps), scale
+    rank = qkv.shape[1] - latent - ROPE - width - index_heads
+    return _launch(qkv, q, w_uk, norm, places, cache, rank, index_heads, indexer), index_q, gates
+
+
+def pack_chain(qkv_weight: Tensor, q_weight: Tensor, w_uk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of `prologue_bf16` as the three launches want them."""
+    return gemm.pack_bf16(qkv_weight), gemm.pack_bf16(q_weight), pack(w_uk)
+
+
+@prologue_bf16.on("sm90", pack=pack_chain)
+def run_chain(
+    x: Tensor,
+    qkv_weight: Tensor,
+    q_weight: Tensor,
+    w_uk: Tensor,
+    q_norm: LatentNorm,
+    norm: LatentNorm,
+    index_norm: IndexNorm,
+    places: Places,
+    cache: Tensor,
+    keys: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three launches, each started while the one before it runs."""
+    qkv = gemm.run_bf16(x, qkv_weight)
+    q = gemm.run_normed(qkv[:, : q_norm.weight.shape[0]], q_norm.weight, q_norm.eps, q_weight)
+    return run_full(qkv, q, w_uk, norm, index_norm, places, cache, keys)
+
+
+def _launch(
+    qkv: Tensor,
+    q: Tensor,
+    w_uk: Tensor,
+    norm: LatentNorm,
+    places: Places,
+    cache: Tensor,
+    rank: int,
+    index_heads: int,
+    indexer: tuple[Any, ...],
+) -> Tensor:
+    heads, latent, nope = w_uk.shape[0], w_uk.shape[1] * 8, w_uk.shape[2] * 32
+    check_latent_cache(cache, latent + ROPE)
+    rows = qkv.shape[0]
+    expected = heads * (nope + ROPE) + index_heads * INDEX_WIDTH
+    if q.shape != (rows, expected) or rank <= 0:
+        raise ValueError(
+            f"queries are {tuple(q.shape)} beside {rows} rows of {qkv.shape[1]}, expected [{rows}, {expected}]"
+        )
+    absorbed = torch.empty(rows, heads, latent + ROPE, dtype=q.dtype, device=q.device)
+    if not rows:
+        return absorbed
+    qkv, q = _aligned(qkv), _aligned(q)
+    multiplying = heads * (latent // (SLICE * WARPS)) * -(-rows // GROUP_ROWS)
+    items = rows * (2 + -(-heads // 4) + (1 + index_heads // 2 if index_heads else 0))
+    how = Launch(grid=(multiplying + -(-items // WARPS),), block=(32 * WARPS,), programmatic=True)
+    kernel(nope, latent, index_heads, cache.dtype)(
+        how,
+        qkv,
+        q,
+        w_uk,
+        norm.weight,
+        places.cos,
+        places.sin,
+        places.slots.to(torch.int32),
+        cache,
+        absorbed,
+        rows,
+        heads,
+        rank,
+        qkv.stride(0),
+        q.stride(0),
+        float(norm.eps),
+        *indexer,
+    )
+    return absorbed
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows whose 16-byte pieces are aligned; those of the products are."""
+    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -17,6 +17,7 @@ from legato.model.mtp import Mtp
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache
 from legato.model.weights import GlmWeights
+from legato.ops import linear_draft
 from legato.parallel import ALONE, Communicator
 from legato.plan import Admit, Emission, Outcome, Plan
 from legato.runtime.batch import build_batch
@@ -86,7 +87,7 @@ class Runner:
         self.spec, self.settings = spec, settings
         self.rows = Rows.allocate(settings)
         target = Glm(spec, weights, communicator)
-        head = weights.lm_head.dequantize(weights.embed.dtype)
+        head = linear_draft.pack(weights.lm_head.dequantize(weights.embed.dtype))
         mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head, communicator)
         if caches is None:
             caches = CacheLayout(spec, settings.latent, settings.index).allocate(settings.num_pages, settings.device)

@@ -34,7 +34,7 @@ from legato.config import (
 )
 from legato.model.glm import Glm
 from legato.model.weights import MoeWeights
-from legato.ops import bind
+from legato.ops import Bindings
 from legato.plan import Plan
 from legato.quant.weight import Experts
 from legato.runtime.batch import build_batch
@@ -98,13 +98,13 @@ class Figure:
         return self.exchanges * MODELLED_EXCHANGE_US
 
 
-def measure(share: Share, work: Work, device: torch.device, targets: tuple[str, ...]) -> Figure:
-    """Binds ops, builds a runner around the weights, sets up the requests and times iterations.
+def measure(share: Share, work: Work, device: torch.device, bound: Bindings) -> Figure:
+    """Builds a runner around the weights, sets up the requests and times iterations. `bound`: the ops' implementations, which
+    were bound before the weights were made.
 
     Raises:
         ConfigError: the engine refuses a setting, or a request came to an end while it was timed.
     """
-    bound = bind(targets, dict(work.ops))
     runner, standing = _runner(share, work, device)
     stand(runner, standing)
     plan = Plan(1, (), (), standing.rows)
@@ -134,7 +134,9 @@ def measure(share: Share, work: Work, device: torch.device, targets: tuple[str, 
 
 def fields(share: Share, work: Work, figure: Figure, gpu: str | None, case: Mapping[str, Any]) -> dict[str, Any]:
     """As one line of a record, without the setting and without tokens per second. `case`: what else tells figures apart."""
-    mesh, num_bytes = share.communicator.mesh, round(_bytes(share, work))
+    mesh = share.communicator.mesh
+    # As many experts as were reached: of several requests, drawn weights promise nothing.
+    num_bytes = round(share.traffic.iteration(work.batch, work.num_drafts, work.context, figure.experts_reached))
     floor = floor_us(gpu, num_bytes, 0)
     return {
         "bench": "slice",
@@ -177,10 +179,6 @@ def simulated(figure: Figure, accept_length: float) -> dict[str, Any]:
         "tokens_per_s_simulated": 1e6 * accept_length / microseconds,
         "tokens_per_s_simulated_with_exchanges": 1e6 * accept_length / (microseconds + figure.modelled_us),
     }
-
-
-def _bytes(share: Share, work: Work) -> float:
-    return share.traffic.iteration(work.batch, work.num_drafts, work.context, work.distinct_experts)
 
 
 def _runner(share: Share, work: Work, device: torch.device) -> tuple[Runner, Standing]:

@@ -24,7 +24,7 @@ from legato.engine.start import open_checkpoint, targets_of
 from legato.model.convert import Target
 from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
-from legato.ops import BindError
+from legato.ops import BindError, bind
 from legato.parallel import Mesh
 
 FORMATS: Mapping[str, Target | None] = {
@@ -59,11 +59,13 @@ def bench_slice(asked: Asked, work: Work, num_shown: int, path: Path | None) -> 
             f"--simulate-accept-length must be between 1 and k + 1 = {work.num_drafts + 1}, got {asked.accept_length:g}"
         )
     console, device = Console(), device_named(asked.device)
-    share = _share(asked, work, device)
     try:
-        figure = measure(share, work, device, targets_of(str(device)))
+        # First of all: what is bound packs the weights as they are made.
+        bound = bind(targets_of(str(device)), dict(work.ops))
     except BindError as error:
         raise ConfigError(f"--op: {error}") from error
+    share = _share(asked, work, device)
+    figure = measure(share, work, device, bound)
     setting = Setting.here(device)
     drawn_as = {"format": asked.format, "weights": "dummy"} if _is_drawn(asked) else {"weights": "checkpoint"}
     line = fields(share, work, figure, setting.gpu, drawn_as)
@@ -140,10 +142,12 @@ def _print(
 
 
 def _table(kernels: Sequence[KernelTime], num_shown: int) -> Table:
-    table = Table("kernel", "calls", "us", "us each", box=None)
+    table = Table("kernel", "calls", "us of the iteration", "us each", "busy us", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
     for kernel in kernels[:num_shown]:
-        each = kernel.total_us / kernel.calls
-        table.add_row(kernel.name[:90], str(kernel.calls), f"{kernel.total_us:.1f}", f"{each:.2f}")
+        each = kernel.advance_us / kernel.calls
+        table.add_row(
+            kernel.name[:90], str(kernel.calls), f"{kernel.advance_us:.1f}", f"{each:.2f}", f"{kernel.total_us:.1f}"
+        )
     return table

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from legato.bench.kernels import by_kernel
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.roofline import traffic, traffic_of
 from legato.bench.share import drawn, first_layers
 from legato.bench.slice import Work, fields, measure, simulated
+from legato.bench.trace import Span
 from legato.cli.slice import Asked, bench_slice
 from legato.config import ConfigError
 from legato.model.checkpoint import Checkpoint
@@ -21,6 +23,7 @@ from legato.model.dummy import Recipe
 from legato.model.inventory import survey
 from legato.model.names import Kind, expected
 from legato.model.spec import ModelSpec, SpecError
+from legato.ops import bind
 from legato.parallel import Mesh
 from tests.tiny import tiny_checkpoint, tiny_config
 
@@ -36,7 +39,7 @@ def tiny() -> ModelSpec:
 
 def test_a_share_is_measured_and_recorded(tiny: ModelSpec, tmp_path: Path) -> None:
     share = drawn(tiny, Mesh(1, 2), Target.NVFP4, None, NUM_DRAFTS + 1, CPU, torch.float32)
-    figure = measure(share, WORK, CPU, ())
+    figure = measure(share, WORK, CPU, bind(()))
     line = fields(share, WORK, figure, None, {"format": "nvfp4"}) | simulated(figure, 2.5)
     append(tmp_path / "slice.jsonl", [line], Setting.here(CPU))
     read = json.loads((tmp_path / "slice.jsonl").read_text())
@@ -97,3 +100,12 @@ def test_flags_that_contradict_are_refused(changes: dict[str, object], message: 
 def test_more_layers_than_there_are_are_refused(tiny: ModelSpec) -> None:
     with pytest.raises(SpecError, match="4 layers; asked for 5"):
         first_layers(tiny, 5)
+
+
+def test_the_time_of_an_iteration_is_shared_out_among_its_kernels() -> None:
+    """A kernel that waits for the one before is charged for what it adds at the end, and gaps go to whoever ends them."""
+    spans = [Span("a", 1000, 4000, 1), Span("b", 1500, 6000, 1), Span("c", 2000, 5000, 1), Span("a", 8000, 9000, 1)]
+    found = {kernel.name: kernel for kernel in by_kernel(spans)}
+    assert {name: kernel.advance_us for name, kernel in found.items()} == {"a": 3.0 + 3.0, "b": 1.0, "c": 1.0}
+    assert found["b"].total_us == 4.5 and found["a"].calls == 2
+    assert sum(kernel.advance_us for kernel in found.values()) == 8.0

@@ -233,7 +233,7 @@ def _page_bytes(page: tuple[tuple[int, ...], torch.dtype]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-_RESERVE_BYTES = 8 << 30
+_RESERVE_BYTES = 12 << 30
 """Left free for packed weights, graphs and scores."""
 _FEWEST_LATENTS = 8
 """Between two uses of a latent cache lie the weights of so many layers, more than the L2 cache holds."""

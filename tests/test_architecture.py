@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,18 @@ def is_kernel(path: Path) -> bool:
     return re.fullmatch(r"ops/\w+/(sm\d+\w*|\w*_sm\d+\w*)\.py", name_of(path)) is not None
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A module's source, parsed once."""
+    return ast.parse(path.read_text(), str(path))
+
+
+@cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """Every import in a file, wherever it stands, as (line, absolute dotted name)."""
     found: list[tuple[int, str]] = []
     package = dotted(path).split(".") if path.name == "__init__.py" else dotted(path).split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -105,7 +113,7 @@ def wrong_imports(prefix: str, allowed: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_module_opens_with_a_docstring(path: Path) -> None:
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    text = ast.get_docstring(tree_of(path)) or ""
     assert text, f"{name_of(path)} has no docstring: say what it owns, what it must not know, who calls it"
     if path.name != "__init__.py":
         assert len(text.splitlines()) >= 2, (
@@ -124,7 +132,7 @@ def test_no_function_local_imports() -> None:
         f"{name_of(path)}:{inner.lineno}"
         for path in MODULES
         if name_of(path) not in LOCAL_IMPORTS_ALLOWED
-        for outer in ast.walk(ast.parse(path.read_text()))
+        for outer in ast.walk(tree_of(path))
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for inner in ast.walk(outer)
         if isinstance(inner, ast.Import | ast.ImportFrom)

@@ -64,18 +64,11 @@ def block_ids(block: Block) -> str:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "run" in b.marks], ids=block_ids)
-def test_blocks_marked_run_do_run(block: Block, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", block.text] if block.language == "python" else ["bash", "-euc", block.text]
-    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-    environment = {
-        "PATH": path,
-        "PYTHONPATH": str(ROOT),
-        "HOME": str(tmp_path),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+def test_blocks_marked_run_do_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: to import torch again and again takes longer than the blocks."""
+    assert block.language == "python", "only Python can be marked"
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text, block.id, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=block_ids)

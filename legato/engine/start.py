@@ -141,7 +141,7 @@ def build_runner(
 ) -> Runner:
     """A warm runner. All ranks of a group build theirs together: warming up makes collectives."""
     runner = Runner(spec, weights, settings, communicator)
-    warm_up(runner, lambda label, done, total: progress(done, total, label))
+    warm_up(runner, lambda label, done, total: progress(0, 0, f"{label} ({done + 1} of {total})"))
     return runner
 
 

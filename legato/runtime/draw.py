@@ -19,17 +19,19 @@ from legato.runtime.controls import ControlTable
 from legato.runtime.grammar import Gate, allowed_tokens
 from legato.runtime.rows import Rows
 
-Choose = Callable[[Tensor, Rows, Tensor, Tensor], Tensor]
-"""One token per row of logits [T, W], for device rows [T] and the absolute positions [T] of the new tokens."""
+Positions = Callable[[], Tensor]
+"""Absolute positions [T] int64 of the tokens to be chosen, computed where they are asked for: the greedy choice needs none."""
+Choose = Callable[[Tensor, Rows, Tensor, Positions], Tensor]
+"""One token per row of logits [T, W], for device rows [T]."""
 
 
-def choose_greedy(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:
+def choose_greedy(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Positions) -> Tensor:
     """The highest logit, ties to the lowest id: the variant for batches in which every request has temperature 0."""
     del rows, device_rows, positions
     return greedy(logits)
 
 
-def choose_general(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Tensor) -> Tensor:
+def choose_general(logits: Tensor, rows: Rows, device_rows: Tensor, positions: Positions) -> Tensor:
     """Temperature, top_k, top_p and min_p of each row; temperature 0 is greedy here too."""
     return sample(
         logits,
@@ -38,7 +40,7 @@ def choose_general(logits: Tensor, rows: Rows, device_rows: Tensor, positions: T
         rows.top_p[device_rows],
         rows.min_p[device_rows],
         rows.seed[device_rows],
-        positions,
+        positions(),
     )
 
 
@@ -58,7 +60,7 @@ class Draw(Protocol):
         ...
 
     def draft(
-        self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Tensor, drafted: Sequence[Tensor]
+        self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Positions, drafted: Sequence[Tensor]
     ) -> Tensor:
         """One more draft [B] from the draft layer's logits [B, W], behind what is emitted and `drafted` (each [B])."""
         ...
@@ -71,15 +73,15 @@ class PlainDraw:
     choose: Choose
 
     def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
-        device_rows = samplers.rows[:, None].expand(samplers.row_index.shape)
-        positions = samplers.following()
-        return self.choose(logits, rows, device_rows.reshape(-1), positions.reshape(-1)).view(positions.shape)
+        shape = samplers.row_index.shape
+        device_rows = samplers.rows[:, None].expand(shape).reshape(-1)
+        return self.choose(logits, rows, device_rows, lambda: samplers.following().reshape(-1)).view(shape)
 
     def record(self, samplers: Samplers, sampled: Tensor, counts: Tensor) -> None:
         del samplers, sampled, counts
 
     def draft(
-        self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Tensor, drafted: Sequence[Tensor]
+        self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Positions, drafted: Sequence[Tensor]
     ) -> Tensor:
         del drafted
         return self.choose(logits, rows, samplers.rows, positions)
@@ -98,8 +100,8 @@ class ControlledDraw:
     gates: Mapping[int, Gate]
 
     def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
-        positions = samplers.following()
-        num_requests, width = positions.shape
+        num_requests, width = samplers.row_index.shape
+        positions = samplers.following().reshape(-1)
         offsets = torch.arange(width, device=logits.device)
         # [R, R - 1]: row r supposes drafts 0..r-1.
         is_before = offsets[: width - 1] < offsets[:, None]
@@ -109,8 +111,8 @@ class ControlledDraw:
         for index, gate in self.gates.items():
             drafts = samplers.drafts[index, : int(samplers.num_drafts[index])].tolist()
             masks |= {index * width + offset: mask for offset, mask in enumerate(gate.masks(drafts))}
-        changed = self._changed(logits, device_rows, positions.reshape(-1), supposed, masks)
-        return self.choose(changed, rows, device_rows, positions.reshape(-1)).view(num_requests, width)
+        changed = self._changed(logits, device_rows, positions, supposed, masks)
+        return self.choose(changed, rows, device_rows, lambda: positions).view(num_requests, width)
 
     def record(self, samplers: Samplers, sampled: Tensor, counts: Tensor) -> None:
         self.controls.record(samplers.rows, sampled, counts)
@@ -118,7 +120,7 @@ class ControlledDraw:
             gate.accept(sampled[index, : int(counts[index])].tolist())
 
     def draft(
-        self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Tensor, drafted: Sequence[Tensor]
+        self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Positions, drafted: Sequence[Tensor]
     ) -> Tensor:
         supposed = torch.stack(list(drafted), 1) if drafted else samplers.rows.new_empty((len(samplers.rows), 0))
         masks: dict[int, bytes] = {}
@@ -126,7 +128,7 @@ class ControlledDraw:
             reached = gate.masks(supposed[index].tolist())
             if len(reached) > len(drafted):
                 masks[index] = reached[-1]
-        changed = self._changed(logits, samplers.rows, positions, supposed, masks)
+        changed = self._changed(logits, samplers.rows, positions(), supposed, masks)
         return self.choose(changed, rows, samplers.rows, positions)
 
     def _changed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -132,9 +133,13 @@ class Iteration:
     ) -> Tensor:
         """K drafts: the last accepted row's hidden state gives the first, single-row steps that reuse its selection the rest."""
         steps = chain_steps(samplers, counts, self.num_drafts - 1, rows, self.target.spec)
-        position = samplers.base + (counts - 1).clamp(min=0) + 2
-        drafts = [draw.draft(mtp.logits(hidden), rows, samplers, position, ())]
+
+        def first() -> Tensor:
+            return samplers.base + (counts - 1).clamp(min=0) + 2
+
+        drafts = [draw.draft(mtp.logits(hidden), rows, samplers, first, ())]
         for step in steps:
             hidden, _ = mtp.forward(drafts[-1], hidden, step, self.caches[-1], selection)
-            drafts.append(draw.draft(mtp.logits(hidden), rows, samplers, step.positions + 2, drafts))
+            following = partial(torch.add, step.positions, 2)
+            drafts.append(draw.draft(mtp.logits(hidden), rows, samplers, following, drafts))
         return torch.stack(drafts, dim=1)

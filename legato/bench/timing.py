@@ -121,6 +121,21 @@ def sample_graph(graph: torch.cuda.CUDAGraph, device: torch.device, num_samples:
     return [1e3 * marks[2 * i].elapsed_time(marks[2 * i + 1]) for i in range(num_samples)]
 
 
+def sample_replays(graph: torch.cuda.CUDAGraph, num_samples: int, warm_up: int = 20) -> list[float]:
+    """Microseconds of single replays, for graphs that several ranks must replay equally often."""
+    for _ in range(warm_up):
+        graph.replay()
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_samples)]
+    graph.replay()
+    for sample in range(num_samples):
+        marks[2 * sample].record()
+        graph.replay()
+        marks[2 * sample + 1].record()
+    torch.cuda.synchronize()
+    return [1e3 * marks[2 * i].elapsed_time(marks[2 * i + 1]) for i in range(num_samples)]
+
+
 def _time_in_stream(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[Spread, list[object]]:
     samples: list[float] = []
     results: list[object] = []

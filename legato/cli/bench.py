@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from legato.bench.collective import measure_ranks
 from legato.bench.ops import BenchError, Figure, chosen, measure
 from legato.bench.record import MEASURED_BANDWIDTH, Setting, append
 from legato.config import ConfigError
@@ -57,6 +58,32 @@ def bench_ops(folders: Sequence[str], implementation: str, pattern: str, device_
                 append(path, [figure.fields(setting.gpu)], setting)
         console.print(table)
     return not wrong
+
+
+def bench_ranks(folders: Sequence[str], num_ranks: int, path: Path | None) -> bool:
+    """Times the sum over ranks of `ops/reduce` on as many GPUs and prints a line for each way. False if one was wrong."""
+    if list(folders) != ["reduce"]:
+        raise ConfigError("--ranks: ranks meet in the folder reduce only: legato bench ops reduce --ranks N")
+    console, setting = Console(), Setting.here(device_named("cuda"))
+    try:
+        figures = measure_ranks(num_ranks)
+    except BenchError as error:
+        raise ConfigError(str(error)) from error
+    console.print(
+        f"{num_ranks} x {setting.gpu}, driver {setting.driver}, {setting.clocks}", style="dim", highlight=False
+    )
+    table = Table("", "", "by", "rows", "us", "p20", "p80", "p99", box=None)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for figure in figures:
+        times = (figure.median_us, figure.p20_us, figure.p80_us, figure.p99_us)
+        shown = [f"{us:.2f}" for us in times] if figure.fault is None else [f"WRONG: {figure.fault}"]
+        where = figure.where if figure.where == "alone" else f"added to a {figure.where}"
+        table.add_row(figure.op, where, figure.implementation, str(figure.rows), *shown)
+        if path is not None:
+            append(path, [figure.fields()], setting)
+    console.print(table)
+    return all(figure.fault is None for figure in figures)
 
 
 def _heading(setting: Setting, device: torch.device) -> str:

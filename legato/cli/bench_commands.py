@@ -31,6 +31,10 @@ def bench_ops(
     ] = "best",
     case: Annotated[str, typer.Option(help="Only cases (or ops) whose name matches this shell pattern.")] = "*",
     device: options.Device = "auto",
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Folder reduce only: sums over so many GPUs, in a process each.", show_default=False),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Append one JSON object per case to this file.", show_default=False)
     ] = None,
@@ -39,9 +43,13 @@ def bench_ops(
 
     Exit code 1 if a result is wrong: wrong results have no time.
     """
-    from legato.cli.bench import bench_ops as run
+    from legato.cli import bench
 
-    if not run(folders or [], implementation, case, device, json):
+    if ranks is not None:
+        correct = bench.bench_ranks(folders or [], ranks, json)
+    else:
+        correct = bench.bench_ops(folders or [], implementation, case, device, json)
+    if not correct:
         raise typer.Exit(1)
 
 

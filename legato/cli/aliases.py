@@ -19,7 +19,7 @@ Pair = tuple[str, str | None]
 Mapped = Callable[[str, str], list[Pair]]
 """(name as given, value) -> own flags; raises `ConfigError`."""
 
-SEVERAL_GPUS = "Legato runs on one GPU (or a CPU) in this version"
+SEVERAL_GPUS = "several GPUs of one host share one model by --tp, and in no other way"
 BY_ITSELF = "Legato chooses by itself; --op overrides a single op"
 FROM_CHECKPOINT = "the checkpoint's own config.json says it"
 
@@ -101,10 +101,9 @@ ALIASES: dict[str, Mapped] = {
     "--allowed-origins": json_list("--cors-origin"),
     "--shutdown-timeout": renamed("--drain-timeout"),
     "--sse-keep-alive-interval": renamed("--keepalive"),
-    "--tp": constant("1", reason=SEVERAL_GPUS),
-    "--tp-size": constant("1", reason=SEVERAL_GPUS),
-    "--tensor-parallel-size": constant("1", reason=SEVERAL_GPUS),
-    "-tp": constant("1", reason=SEVERAL_GPUS),
+    "--tp-size": renamed("--tp"),
+    "--tensor-parallel-size": renamed("--tp"),
+    "-tp": renamed("--tp"),
     "--pp": constant("1", reason=SEVERAL_GPUS),
     "--pp-size": constant("1", reason=SEVERAL_GPUS),
     "--pipeline-parallel-size": constant("1", reason=SEVERAL_GPUS),
@@ -198,7 +197,7 @@ REFUSED: dict[str, str] = {
     "--distributed-executor-backend": SEVERAL_GPUS,
     "--node-rank": SEVERAL_GPUS,
     "--dist-init-addr": SEVERAL_GPUS,
-    "--disable-custom-all-reduce": SEVERAL_GPUS,
+    "--disable-custom-all-reduce": BY_ITSELF,
     "--cpu-offload-gb": "weights are not offloaded",
     "--swap-space": "the cache is not offloaded; a preempted request runs its text again",
     "--enable-lora": "LoRA adapters are not supported",

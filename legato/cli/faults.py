@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from legato.config import ConfigError
+from legato.engine.ranks.watch import RankLost
 from legato.model.faults import CheckpointError
 from legato.model.spec import SpecError
 from legato.schedule import RequestError
@@ -24,6 +25,7 @@ FAULTS = (
     CheckpointError,
     ConfigError,
     ParameterError,
+    RankLost,
     RequestError,
     SettingsError,
     SpecError,

@@ -51,6 +51,8 @@ class EngineFlags:
     score_budget: options.ScoreBudget = None
     verify_speculation: options.VerifySpeculation = 0.0
     threads: options.Threads = None
+    tensor_parallel: options.TensorParallel = 1
+    rank_patience: options.RankPatience = ExecutionConfig().rank_patience
     op: options.Ops = None
 
     def engine(self) -> Config:
@@ -76,6 +78,8 @@ class EngineFlags:
                 graphs=graphs,
                 kernel_cache=self.kernel_cache,
                 threads=self.threads,
+                tensor_parallel=self.tensor_parallel,
+                rank_patience=self.rank_patience,
                 ops=overrides(self.op or []),
                 score_bytes=None if self.score_budget is None else self.score_budget << 20,
             ),

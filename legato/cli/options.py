@@ -111,6 +111,19 @@ Overlap = Annotated[
     Switch,
     typer.Option(help="Plan an iteration while the one before it runs; auto: on a GPU.", rich_help_panel=ENGINE),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tp", help="Ranks that share the model: as many GPUs (on a CPU: processes).", rich_help_panel=ENGINE
+    ),
+]
+RankPatience = Annotated[
+    float,
+    typer.Option(
+        help="With several ranks: seconds that one may keep the others waiting before the engine gives up.",
+        rich_help_panel=ENGINE,
+    ),
+]
 VerifySpeculation = Annotated[
     float,
     typer.Option(

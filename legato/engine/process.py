@@ -22,6 +22,7 @@ import msgspec
 import legato.engine.messages as messages
 from legato.engine.bond import die_with
 from legato.engine.channel import Channel, Disconnected
+from legato.engine.ranks.watch import RankLost
 from legato.engine.serving import IDLE_REPORT_S, Assemble, Serving
 
 LOG = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def _leave(channel: Channel, error: Exception) -> NoReturn:
 def _report_failure(channel: Channel, error: Exception) -> None:
     """Errors with a message for users are told as they are; any other one with its type, and its traceback goes to the log."""
     name = type(error).__name__
-    is_for_users = isinstance(error, ValueError) and type(error).__module__.startswith("legato.")
+    is_for_users = isinstance(error, ValueError | RankLost) and type(error).__module__.startswith("legato.")
     if is_for_users and not isinstance(error, messages.MessageError):
         reason = str(error)
     else:

@@ -65,7 +65,9 @@ def test_the_published_commands_work_on_one_gpu() -> None:
     assert (sglang.server().listen.host, sglang.server().listen.port) == ("0.0.0.0", 30001)
     assert sglang.server().replies.reasoning_parser == "glm45" and vllm.server().replies.tool_parser == "glm47"
     assert vllm.server().model_names == ("glm-5.2-fp8",)
-    assert "--tp 8" in refused(*shlex.split(SGLANG_H200), "--tp", "8")
+    assert parsed(*shlex.split(SGLANG_H200), "--tp", "8").engine().execution.tensor_parallel == 8
+    assert parsed(*shlex.split(VLLM_H200), "--tensor-parallel-size", "8").engine().execution.tensor_parallel == 8
+    assert "--dp-size 8" in refused(*shlex.split(SGLANG_H200), "--dp-size", "8")
     assert "--cache-tokens" in refused(*shlex.split(SGLANG_H200), "--mem-fraction-static", "0.8")
 
 
@@ -96,7 +98,9 @@ def test_the_published_commands_work_on_one_gpu() -> None:
         ("--num-speculative-tokens 2", "num_drafts", 2),
         ("--speculative-num-draft-tokens 4", "num_drafts", 3),
         ('--speculative-config \'{"method":"mtp","num_speculative_tokens":4}\'', "num_drafts", 4),
-        ("--tp 1 --dp-size 1 -pp 1", "device", "auto"),
+        ("--tp-size 2 --dp-size 1 -pp 1", "tensor_parallel", 2),
+        ("-tp 4", "tensor_parallel", 4),
+        ("--tensor-parallel-size=8", "tensor_parallel", 8),
         ("--page-size 64 --enable-metrics --trust-remote-code", "device", "auto"),
         ("--shutdown-timeout 5", "drain_timeout", 5.0),
         ('--allowed-origins \'["http://a", "http://b"]\'', "cors_origin", ["http://a", "http://b"]),
@@ -112,7 +116,7 @@ def test_an_alias_means_what_it_says(words: str, attribute: str, value: object) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--tensor-parallel-size 8", ["--tensor-parallel-size 8", "one GPU"]),
+        ("--data-parallel-size 8", ["--data-parallel-size 8", "--tp"]),
         ("--speculative-eagle-topk 4", ["--speculative-eagle-topk 4", "chain"]),
         ("--speculative-algorithm NGRAM", ["NGRAM", "MTP"]),
         ("--speculative-num-steps 5 --speculative-num-draft-tokens 8", ["contradict", "means 5", "means 7"]),
@@ -201,7 +205,7 @@ def test_a_file_gives_defaults_and_flags_win(tmp_path: Path) -> None:
         ("port: 1\nport: 2", ["port", "twice"]),
         ("port: [1, 2]", ["port", "one value"]),
         ("port: true", ["port", "takes a value"]),
-        ("tp: 8", ["tp", "one GPU"]),
+        ("pp: 8", ["pp", "--tp"]),
         ("- port", ["mapping"]),
         ("port: {a: 1}", ["port", "mapping"]),
         ("a: [", ["valid YAML"]),

@@ -54,5 +54,5 @@ class Glm:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] float32 logits of post-norm hidden states, of the whole vocabulary on every rank."""
-        shard = self.weights.lm_head.linear(hidden).float()
-        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]
+        shard = self.weights.lm_head.linear(hidden)
+        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size].float()

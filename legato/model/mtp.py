@@ -22,7 +22,7 @@ from legato.parallel.communicators import ALONE, Communicator
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The MTP layer of a checkpoint; `embed` [W, D] and `head` [W, D] are the target's."""
+    """The MTP layer of a checkpoint; `embed` [W, D] and `head` [W, D] (as `linear_draft.pack` made it) are the target's."""
 
     spec: ModelSpec
     weights: MtpWeights
@@ -32,8 +32,8 @@ class Mtp:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] float32 logits of drafts, for hidden states that `forward` returned."""
-        shard = linear_draft(hidden, self.head).float()
-        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]
+        shard = linear_draft(hidden, self.head)
+        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size].float()
 
     def forward(
         self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None

@@ -207,6 +207,36 @@ def bench_serve(
         raise typer.Exit(1)
 
 
+@app.command("trace")
+def bench_trace(
+    model: options.Model = None,
+    batch: Annotated[int, typer.Option(help="Requests that decode.")] = 1,
+    context: Annotated[int, typer.Option("--tokens", help="Tokens of each request's prompt, drawn at random.")] = 1024,
+    iterations: Annotated[int, typer.Option(help="Iterations that are recorded.")] = 100,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    num_drafts: options.NumDrafts = None,
+    dtype: options.Dtype = "auto",
+    latent: options.Latent = "auto",
+    op: options.Ops = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder of trace.html and trace.json.gz.")] = Path("trace"),
+    kernels: Annotated[int, typer.Option(help="Show so many kernels, those that take longest first.")] = 20,
+    json: Annotated[
+        Path | None, typer.Option(help="Append the figures as a JSON object to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Records the decode iterations of a GPU kernel by kernel: how busy it is, what lies between, what takes the time.
+
+    Random prompts say nothing about accept lengths.
+    """
+    from legato.bench.trace_run import Wanted
+    from legato.cli.trace import bench_trace as run
+
+    flags = EngineFlags(
+        model=model, num_drafts=num_drafts, dtype=dtype, latent=latent, op=op, max_running=batch, chunk_tokens=512
+    )
+    run(flags.engine(), Wanted(batch, context, iterations, temperature), folder, json, kernels)
+
+
 NumList = Annotated[str, typer.Option(help="Numbers separated by commas.")]
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf (needs matplotlib).", show_default=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from legato.bench.trace import Share, Span, Trace, busy, figures, shares
+from legato.bench.trace_page import page
 
 
 def trace() -> Trace:
@@ -50,3 +51,15 @@ def test_shares_add_up_to_the_busy_time():
 def test_a_trace_without_graphs_is_refused():
     with pytest.raises(ValueError, match="0 graph launches"):
         figures(Trace((), ()))
+
+
+def test_the_page_draws_every_span_and_names_every_kernel():
+    spans = (Span("a<float>", 0, 50_000, 1), Span("b", 50_000, 60_000, 1))
+    recorded = Trace(
+        (*spans, Span("c", 70_000, 80_000, 2)), (Span("cudaGraphLaunch", 0, 1, 1), Span("cudaGraphLaunch", 1, 2, 2))
+    )
+    text = page("one & two", "here", figures(recorded), spans, shares([spans]))
+    # The long span runs over 10 stripes of 5 us each (of 12), the short one over the other two.
+    assert text.count("<rect") == 12
+    assert "one &amp; two" in text and "a&lt;float&gt;" in text and "<script" not in text
+    assert "83.3" in text, "a's share of the time"

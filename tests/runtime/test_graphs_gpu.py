@@ -168,7 +168,7 @@ def test_no_call_of_the_driver_waits():
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(60):
             served.turn()
-    assert profile.profiler is not None
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
     trace = Trace.of(profile.profiler.kineto_results.events())
     # The profiler itself waits once when it stops.
     assert sum(trace.waits().values()) <= 2, trace.waits()

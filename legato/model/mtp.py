@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from legato.model.layer import decoder_layer
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
-from legato.ops import linear_draft, rms_norm
+from legato.ops import linear_draft, mtp_inputs, rms_norm
 from legato.parallel.communicators import ALONE, Communicator
 
 
@@ -54,10 +52,8 @@ class Mtp:
         Returns:
             [T, D] after `shared_head.norm` (the head reads it, the next chain step is fed it), and the selection used.
         """
-        # The embedding of a row at position 0 is zero, as in training.
-        e = embedding(next_ids, self.embed) * (step.positions > 0).to(self.embed.dtype)[:, None]
-        eps = self.spec.rms_eps
-        u = torch.cat((rms_norm(e, self.weights.enorm, eps), rms_norm(hidden, self.weights.hnorm, eps)), dim=-1)
+        eps, weights = self.spec.rms_eps, self.weights
+        u = mtp_inputs(next_ids, step.positions, hidden, self.embed, weights.enorm, weights.hnorm, eps)
         h = self.weights.eh_proj.linear(u)
         layer = self.weights.layer if selection is None else self.weights.seeded
         normed = rms_norm(h, layer.input_norm, eps)

@@ -96,6 +96,13 @@ def _add_rms(width: int) -> Callable[[Draw], Rowwise]:
     return make
 
 
+def _mtp(draw: Draw) -> Rowwise:
+    embed, norms = draw.normal(50, 256), (draw.normal(256), draw.normal(256))
+    ids, positions = (draw.integers(POOL, low=0, high=3, dtype=torch.int64) for _ in range(2))
+    rows = ids, positions, draw.normal(POOL, 256)
+    return Rowwise(rows, lambda some, at, hidden: ops.mtp_inputs(some, at, hidden, embed, *norms, 1e-5))
+
+
 def _layer_norm(draw: Draw) -> Rowwise:
     weight, bias = draw.normal(128), draw.normal(128)
     return Rowwise((draw.normal(POOL, 128),), lambda x: ops.layer_norm(x, weight, bias, 1e-6))
@@ -291,6 +298,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     "linear_bf16_normed": _normed,
     "linear_swiglu": _gated,
     "prologue_full": _prologue,
+    "mtp_inputs": _mtp,
     "linear_fp8_block": _fp8,
     "linear_nvfp4": _nvfp4,
     "linear_int4": _int4,

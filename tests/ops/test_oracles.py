@@ -108,6 +108,12 @@ def all_gather(shard, exchange):
 
 
 @oracle
+def mtp_inputs(ids, positions, hidden, embed, enorm, hnorm, eps):
+    rows = [double(embed)[token] if position else double(embed)[0] * 0 for token, position in zip(ids, positions)]
+    return torch.cat((rms_norm(torch.stack(rows), enorm, eps), rms_norm(hidden, hnorm, eps)), 1)
+
+
+@oracle
 def swiglu(gate_up):
     gate, up = double(gate_up).chunk(2, -1)
     return gate / (1 + (-gate).exp()) * up

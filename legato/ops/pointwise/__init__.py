@@ -97,6 +97,19 @@ def rope_half(x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:
 
 
 @op
+def mtp_inputs(
+    ids: Tensor, positions: Tensor, hidden: Tensor, embed: Tensor, enorm: Tensor, hnorm: Tensor, eps: float
+) -> Tensor:
+    """What the MTP layer's first product reads: [rms_norm(embedding) ; rms_norm(hidden)].
+
+    ids [T] int64 tokens, positions [T] int64 (the embedding of a row at position 0 is zero, as in training), hidden [T, D],
+    embed [W, D], enorm and hnorm [D] -> [T, 2D] in hidden's dtype. Source: arXiv:2412.19437, section 2.2.
+    """
+    e = functional.embedding(ids, embed) * (positions > 0).to(embed.dtype)[:, None]
+    return torch.cat((rms_norm.reference(e, enorm, eps), rms_norm.reference(hidden, hnorm, eps)), dim=-1)
+
+
+@op
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate is the first half of the last dimension and up the second.
 
@@ -114,6 +127,22 @@ def _norm_case(rows: int, width: int, dtype: torch.dtype) -> Case:
         lambda draw: (draw.normal(rows, width, dtype=dtype), 1 + draw.normal(width, dtype=dtype, scale=0.3), 1e-5),
         BFLOAT16 if dtype == torch.bfloat16 else FLOAT32,
         bytes=(2 * rows + 1) * width * dtype.itemsize,
+    )
+
+
+def _mtp_case(rows: int, width: int, dtype: torch.dtype) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        ids, positions = (draw.integers(rows, low=0, high=500, dtype=torch.int64) for _ in range(2))
+        positions[rows // 2] = 0
+        norms = (1 + draw.normal(width, dtype=dtype, scale=0.3) for _ in range(2))
+        return ids, positions, draw.normal(rows, width, dtype=dtype), draw.normal(500, width, dtype=dtype), *norms, 1e-5
+
+    return Case(
+        mtp_inputs,
+        f"mtp_inputs rows={rows} width={width} {str(dtype)[6:]}",
+        make,
+        BFLOAT16 if dtype == torch.bfloat16 else FLOAT32,
+        bytes=(4 * rows + 2) * width * dtype.itemsize,
     )
 
 
@@ -145,6 +174,7 @@ CASES = (
             (37, 512, torch.float32),
         )
     ),
+    *(_mtp_case(*shape) for shape in ((1, 6144, torch.bfloat16), (6, 6144, torch.bfloat16), (9, 256, torch.float32))),
     *(_layer_norm_case(rows) for rows in (1, 6, 37)),
     Case(
         rope_angles,

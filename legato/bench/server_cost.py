@@ -28,7 +28,7 @@ from legato.bench.served import Served, cpu_seconds, serving
 from legato.bench.timing import Spread
 from legato.config import Config
 from legato.server.listening import listen
-from legato.server.run import Ready, serve
+from legato.server.run import Ready, in_loop, serve
 from legato.server.settings import Listen, ServerSettings
 
 BAR_US = 100.0
@@ -275,7 +275,7 @@ def run_server() -> None:
         serving = serve(
             Config(), settings, sock, access_log=False, engine=ENGINE, on_progress=lambda _: None, on_ready=ready
         )
-        asyncio.run(serving)
+        in_loop(serving)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

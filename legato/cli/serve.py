@@ -6,7 +6,6 @@ Owns what the terminal shows. Exit codes: 0 after a signal, 1 when the engine fa
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import time
@@ -21,7 +20,7 @@ from legato.cli.faults import EXIT_CODE, FAULTS
 from legato.cli.serve_checks import Prepared
 from legato.engine.messages import Loading
 from legato.server.client import EngineFailed
-from legato.server.run import Ready, serve
+from legato.server.run import Ready, in_loop, serve
 
 log = logging.getLogger("legato.serve")
 
@@ -86,7 +85,7 @@ def _run(prepared: Prepared, display: LoadingDisplay) -> None:
         announce(what)
 
     try:
-        asyncio.run(
+        in_loop(
             serve(
                 prepared.config,
                 prepared.settings,

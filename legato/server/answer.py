@@ -157,19 +157,24 @@ class Answer:
     def push(self, ids: Iterable[int]) -> Step:
         """Takes tokens. Once the answer has ended, more of them count for nothing."""
         count = 0
+        run: list[bytes] = []
         for index in () if self._ended else ids:
             count += 1
             tag = self._tag_of.get(index)
-            self.reasoning_tokens += self.phase == "reasoning" and tag is None
             if tag is None:
-                self._read(self._decoder.decode(self._tokenizer.token_bytes(index)))
-            else:
+                self.reasoning_tokens += self.phase == "reasoning"
+                run.append(self._tokenizer.token_bytes(index))
+                if not self._may_turn():
+                    continue
+            self._read_run(run)
+            if tag is not None:
                 self._flush()
                 if self._stop is None:
                     self._tag(tag)
             if self._stop is not None:
                 self._end()
                 break
+        self._read_run(run)
         return self._step(count)
 
     def finish(self, reason: FinishReason) -> Step:
@@ -191,6 +196,18 @@ class Answer:
         return Step(tuple(_joined(event, pieces) for event, pieces in events), count, stop)
 
     # -- from tokens to text and tags ------------------------------------------------------------------------------------
+
+    def _may_turn(self) -> bool:
+        """Whether the next text may end the answer, a call or a phase: then it is read token by token, or it would not be known
+        which one did."""
+        is_searched = self.phase == "content" and bool(self._matcher.strings)
+        return is_searched or self._call is not None or bool(self._spelled.strings)
+
+    def _read_run(self, run: list[bytes]) -> None:
+        """The ordinary tokens since the last time, which it takes away."""
+        if run:
+            self._read(self._decoder.decode(b"".join(run)))
+            run.clear()
 
     def _read(self, text: str) -> None:
         """Text from ordinary tokens, in which spelled-out tags are looked for if the tokenizer lacks them."""

@@ -95,16 +95,18 @@ class RequestMeter:
         metrics = self._metrics
         now = metrics.clock()
         second = metrics.window.at(now)
+        everybody, own = metrics.phases.get(phase) or metrics.phases["content"], self._tally
         if drafted:
             self._count_drafts(accepted, drafted)
             second.rounds += 1
             second.drafted += drafted
             second.accepted += accepted
-        for tally in (metrics.phases.get(phase, metrics.phases["content"]), self._tally):
-            tally.tokens += num_tokens
-            tally.rounds += drafted > 0
-            tally.drafted += drafted
-            tally.accepted += accepted
+            for tally in (everybody, own):
+                tally.rounds += 1
+                tally.drafted += drafted
+                tally.accepted += accepted
+        everybody.tokens += num_tokens
+        own.tokens += num_tokens
         if num_tokens == 0:
             return
         metrics.generation_tokens += num_tokens
@@ -119,9 +121,9 @@ class RequestMeter:
 
     def _count_drafts(self, accepted: int, drafted: int) -> None:
         metrics = self._metrics
-        for position in range(min(drafted, metrics.num_drafts)):
-            metrics.drafted_at[position] += 1
-            metrics.accepted_at[position] += position < accepted
+        verified = min(drafted, metrics.num_drafts)
+        metrics.drafted_to[verified] += 1
+        metrics.accepted_to[min(accepted, verified)] += 1
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Counts the prompt; `cached_tokens` of it were found in the prefix cache. Once per request."""

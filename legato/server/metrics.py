@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -76,8 +77,8 @@ class Metrics:
         self.started_at = clock()
         self.running_meters = 0
         self.phases: dict[str, PhaseTally] = {phase: PhaseTally() for phase in PHASES}
-        self.drafted_at = [0] * num_drafts
-        self.accepted_at = [0] * num_drafts
+        self.drafted_to = [0] * (num_drafts + 1)
+        self.accepted_to = [0] * (num_drafts + 1)
         self.endings: Counter[str] = Counter(dict.fromkeys(ENDINGS, 0))
         self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = self.reasoning_tokens = 0
@@ -108,6 +109,16 @@ class Metrics:
     @property
     def rounds(self) -> int:
         return sum(tally.rounds for tally in self.phases.values())
+
+    @property
+    def drafted_at(self) -> list[int]:
+        """Drafts that were verified, by position."""
+        return _at_positions(self.drafted_to)
+
+    @property
+    def accepted_at(self) -> list[int]:
+        """Drafts that were accepted, by position."""
+        return _at_positions(self.accepted_to)
 
     @property
     def drafted(self) -> int:
@@ -180,6 +191,12 @@ class Metrics:
             ],
             "recent_requests": list(self.recent_requests),
         }
+
+
+def _at_positions(rounds_to: Sequence[int]) -> list[int]:
+    """From rounds by the number of drafts that counted in them (none is the first entry) to rounds in which the draft at each
+    position counted."""
+    return list(accumulate(reversed(rounds_to[1:])))[::-1]
 
 
 def engine_state(report: Report) -> dict[str, Any]:

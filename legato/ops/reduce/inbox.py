@@ -17,10 +17,10 @@ from legato.ops.reduce import Exchange
 MOST_RANKS = 8
 #: Rows of one sum: each has a thread block, and all of these must run at once.
 MOST_ROWS = 128
-#: 32-bit words of one gather.
-MOST_WORDS = 16384
-#: Words that a thread block of a gather carries.
-WORDS_PER_BLOCK = 512
+#: 32-bit words of one gather: six rows of logits between two ranks of GLM-5.2, in float32, and 27 between eight.
+MOST_WORDS = 1 << 19
+#: Thread blocks of a gather at most, whose calls a header counts.
+GATHER_BLOCKS = 64
 HEADER_BYTES = 4096
 #: Where in the header the longest wait stands, in nanoseconds (64 bits).
 PATIENCE_AT = 8 * MOST_RANKS + 8

@@ -19,14 +19,14 @@ from torch import Tensor
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.pointwise import rms_norm
 from legato.ops.reduce import Exchange, Recorded, add_rms_norm, all_gather, all_reduce_add_norm
-from legato.ops.reduce.inbox import MOST_RANKS, MOST_WORDS, WORDS_PER_BLOCK, Inbox
+from legato.ops.reduce.inbox import GATHER_BLOCKS, MOST_RANKS, MOST_WORDS, Inbox
 
 _ADD_NORM = Path(__file__).with_name("sm90_add_norm.cu")
 _ALL_GATHER = Path(__file__).with_name("sm90_all_gather.cu")
 #: Numbers in a 16-byte piece of a row. A thread holds one, or several where the row has more than `_MOST_THREADS`.
 _PIECE = 8
 _MOST_THREADS = 768
-_GATHER_THREADS = WORDS_PER_BLOCK // 2
+_GATHER_THREADS = 256
 
 
 @cache
@@ -123,7 +123,8 @@ def all_gather_sm90(shard: Tensor, exchange: Exchange) -> Tensor:
         return all_gather.reference(shard, exchange)
     shard = _aligned(shard)
     gathered = torch.empty(exchange.shape.num_ranks, *shard.shape, dtype=shard.dtype, device=shard.device)
-    how = Launch((-(-words // WORDS_PER_BLOCK),), (_GATHER_THREADS,), programmatic=True)
+    blocks = min(-(-words // (2 * _GATHER_THREADS)), GATHER_BLOCKS)
+    how = Launch((blocks,), (_GATHER_THREADS,), programmatic=True)
     own = ctypes.c_uint64(exchange.address)
     all_gather_kernel(exchange.shape.num_ranks)(how, shard, gathered, words, MOST_WORDS, own, exchange.rank)
     return gathered

@@ -1,10 +1,12 @@
-// Every rank's words on every rank: for what is small and needed at once (a token and its logit, not a row of logits).
+// Every rank's words on every rank: for what is small and needed at once, such as a few rows of logits.
 //
 // Ranks push as in sm90_add_norm.cu, but a word may hold any bits here, so each travels beside a tag: the number of the
 // call. A word and its tag are one access of 8 bytes, which nothing tears. Two buffers are used in turn and need no emptying:
-// what an older call left has an older tag. Waits end as in sm90_exchange.cuh; then the words are all ones.
+// what an older call left has an older tag. Waits end as in sm90_exchange.cuh; then the words of all other ranks are all ones.
 //
-// Macros: RANKS; THREADS of a block, which carries two words each.
+// How many blocks share the words follows from their number alone, so that a block's words are the same block's on all ranks.
+//
+// Macros: RANKS; THREADS of a block, each of which carries two words at a time.
 
 #include "sm90_exchange.cuh"
 
@@ -35,42 +37,48 @@ __device__ __forceinline__ void poll(Letter &letter, const void *pointer, bool w
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     all_gather(const u32 *words, u32 *gathered, int num_words, int most_words, Header *own, int rank) {
-  const int at = (blockIdx.x * THREADS + threadIdx.x) * 2;  // of this thread's first word
-  u8 *inboxes[RANKS];                                       // the words that rank + step receives
+  const int begin = (blockIdx.x * THREADS + threadIdx.x) * 2, stride = gridDim.x * THREADS * 2;  // of this thread's words
+  u8 *inboxes[RANKS];  // the words that rank + step receives
 #pragma unroll
   for (int step = 0; step < RANKS; ++step) inboxes[step] = own->inboxes[(rank + step) % RANKS] + own->words;
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   const u32 call = load_fresh_word(&own->gathers[blockIdx.x]), tag = call + 1;
+  const size_t pitch = size_t(most_words) * 8, buffer = call % 2 * RANKS * pitch;
   Patience wait(own);
-  if (at < num_words) {
+  for (int at = begin; at < num_words; at += stride) {
     const bool is_pair = at + 1 < num_words;
     const u32 first = load_fresh_word(words + at), second = is_pair ? load_fresh_word(words + at + 1) : 0;
     const Letter mine = {tagged(first, tag), tagged(second, tag)};
-    const size_t pitch = size_t(most_words) * 8, buffer = call % 2 * RANKS * pitch + size_t(at) * 8;
 #pragma unroll
-    for (int step = 1; step < RANKS; ++step) send(inboxes[step] + buffer + rank * pitch, mine);
-    Letter got[RANKS];
+    for (int step = 1; step < RANKS; ++step) send(inboxes[step] + buffer + rank * pitch + size_t(at) * 8, mine);
+    u32 *to = gathered + size_t(rank) * num_words + at;
+    to[0] = first;
+    if (is_pair) to[1] = second;
+  }
+  for (int at = begin; at < num_words; at += stride) {
+    Letter got[RANKS];  // got[step]: from rank + step
+    u32 absent;
 #pragma unroll
-    for (int sender = 0; sender < RANKS; ++sender) got[sender] = sender == rank ? mine : Letter{0, 0};
-    while (true) {
-      u32 absent = 0;
+    for (int step = 1; step < RANKS; ++step) got[step] = {0, 0};
+    do {
+      absent = 0;
 #pragma unroll
-      for (int sender = 0; sender < RANKS; ++sender)
-        poll(got[sender], inboxes[0] + buffer + sender * pitch, !arrived(got[sender], tag));
+      for (int step = 1; step < RANKS; ++step)
+        poll(got[step], inboxes[0] + buffer + (rank + step) % RANKS * pitch + size_t(at) * 8, !arrived(got[step], tag));
 #pragma unroll
-      for (int sender = 0; sender < RANKS; ++sender) absent |= arrived(got[sender], tag) ? 0 : 1u << sender;
-      if (!absent || wait.is_over(absent, own, rank, RANKS, call)) break;
-    }
-    if (wait.missing && threadIdx.x == 0) tell_host(own, wait.missing);
+      for (int step = 1; step < RANKS; ++step)
+        absent |= arrived(got[step], tag) ? 0 : 1u << (rank + step) % RANKS;
+    } while (absent && !wait.is_over(absent, own, rank, RANKS, call));
 #pragma unroll
-    for (int sender = 0; sender < RANKS; ++sender) {
-      u32 *to = gathered + size_t(sender) * num_words + at;
-      to[0] = wait.missing ? EMPTY : u32(got[sender].first);
-      if (is_pair) to[1] = wait.missing ? EMPTY : u32(got[sender].second);
+    for (int step = 1; step < RANKS; ++step) {
+      u32 *to = gathered + size_t((rank + step) % RANKS) * num_words + at;
+      to[0] = wait.missing ? EMPTY : u32(got[step].first);
+      if (at + 1 < num_words) to[1] = wait.missing ? EMPTY : u32(got[step].second);
     }
   }
+  if (wait.missing) tell_host(own, wait.missing);
   __syncthreads();  // all have read the count
   if (threadIdx.x == 0) own->gathers[blockIdx.x] = tag == CALLS ? 0 : tag;
 }

@@ -25,6 +25,7 @@ from legato.model.names import Kind, expected
 from legato.model.spec import ModelSpec, SpecError
 from legato.ops import bind
 from legato.parallel import Mesh
+from legato.runtime.cache import CacheLayout
 from tests.tiny import tiny_checkpoint, tiny_config
 
 CPU = torch.device("cpu")
@@ -109,3 +110,11 @@ def test_the_time_of_an_iteration_is_shared_out_among_its_kernels() -> None:
     assert {name: kernel.advance_us for name, kernel in found.items()} == {"a": 3.0 + 3.0, "b": 1.0, "c": 1.0}
     assert found["b"].total_us == 4.5 and found["a"].calls == 2
     assert sum(kernel.advance_us for kernel in found.values()) == 8.0
+
+
+def test_layers_use_latent_caches_in_turn(tiny: ModelSpec) -> None:
+    caches = CacheLayout(tiny, "float32", "float32").allocate_in_turn(2, "cpu", 3)
+    latents = [cache.latent.data_ptr() for cache in caches]
+    assert latents == [latents[0], latents[1], latents[2], latents[0], latents[1]] and len(set(latents)) == 3
+    indexes = [cache.index.data_ptr() for cache in caches if cache.index is not None]
+    assert len(indexes) == len(set(indexes)) == tiny.num_full + 1

@@ -144,7 +144,8 @@ def gather_index_pages(cache: Tensor, page_ids: Tensor) -> Tensor:
     if cache.dtype == torch.uint8:
         codes, scales = index_page_views(pages.view(-1, INDEX_PAGE_BYTES))
         pages = e4m3_to_float(codes).mul_(scales.unsqueeze(-1))
-    if bool((flat < 0).any()):
+    # A GPU would have to be waited for, to know.
+    if flat.device.type != "cpu" or bool((flat < 0).any()):
         pages = pages.masked_fill((flat < 0).view(-1, 1, 1), 0.0)
     return pages.view(*page_ids.shape, *pages.shape[1:])
 

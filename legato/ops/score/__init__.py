@@ -49,6 +49,9 @@ def index_scores(
     queries = e4m3_to_float(q) if q.dtype == torch.float8_e4m3fn else q.to(torch.float32)
     gates = gates.to(torch.float32)
     scores = torch.full((q.shape[0], page_table.shape[1] * PAGE), -torch.inf, device=q.device)
+    if q.device.type != "cpu":
+        _score_everything(scores, queries, gates, cache, page_table.index_select(0, request))
+        return scores.masked_fill_(torch.arange(scores.shape[1], device=q.device) >= lengths.unsqueeze(1), -torch.inf)
     visible: list[int] = lengths.tolist()
     rows_of: dict[int, list[int]] = {}
     for row, owner in enumerate(request.tolist()):
@@ -64,6 +67,16 @@ def index_scores(
                 scores[tile, first * PAGE : last * PAGE] = _score_pages(queries, gates, keys, tile)
     positions = torch.arange(scores.shape[1], device=q.device)
     return scores.masked_fill_(positions >= lengths.unsqueeze(1), -torch.inf)
+
+
+def _score_everything(scores: Tensor, queries: Tensor, gates: Tensor, cache: Tensor, tables: Tensor) -> None:
+    """Scores of every row against all pages of its own table, `tables` [T, P], seen or not: nothing is read on the host."""
+    for row in range(queries.shape[0]):
+        for first in range(0, tables.shape[1], _PAGE_TILE):
+            keys = gather_index_pages.reference(cache, tables[row, first : first + _PAGE_TILE]).transpose(1, 2)
+            products = torch.bmm(queries[row].expand(keys.shape[0], -1, -1), keys)
+            spread = gates[row].expand(keys.shape[0], 1, -1)
+            scores[row, first * PAGE : (first + keys.shape[0]) * PAGE] = torch.bmm(spread, products.relu_()).view(-1)
 
 
 def _score_pages(queries: Tensor, gates: Tensor, keys: Tensor, rows: list[int]) -> Tensor:

@@ -25,6 +25,8 @@ from legato.types import SamplingParams
 
 SETTLING = 12
 """Iterations before anything is counted."""
+TIMED = 100
+"""Iterations that are timed without the profiler, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ def record(config: Config, wanted: Wanted, folder: Path, conditions: str) -> tup
     settings = started.settings
     if not settings.graphs:
         raise ConfigError(f"a trace is read by its graphs, and device {settings.device} runs none: use --device cuda")
-    most = (SETTLING + 3 * wanted.iterations + 8) * (settings.num_drafts + 1)
+    timed = min(TIMED, wanted.iterations)
+    most = (SETTLING + timed + wanted.iterations + 8) * (settings.num_drafts + 1)
     if wanted.context + most > settings.context or wanted.batch > settings.max_running:
         raise ConfigError(
             f"{wanted.batch} requests of {wanted.context} tokens that decode {most} more need --context {wanted.context + most} "
@@ -105,8 +108,8 @@ def record(config: Config, wanted: Wanted, folder: Path, conditions: str) -> tup
     _turn(engine, SETTLING)
     engine.reset_stats()
     began = time.perf_counter()
-    _turn(engine, wanted.iterations)
-    turn_us = 1e6 * (time.perf_counter() - began) / wanted.iterations
+    _turn(engine, timed)
+    turn_us = 1e6 * (time.perf_counter() - began) / timed
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         _turn(engine, wanted.iterations)
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None

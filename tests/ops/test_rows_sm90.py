@@ -25,9 +25,9 @@ def test_the_source_compiles_without_spills():
 
 def test_tables_of_another_type_are_refused():
     wide, narrow = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="chain_rows: base is torch.int32"):
+    with pytest.raises(ValueError, match=r"chain_rows: base is torch\.int32"):
         sm90.chain_rows_sm90(wide, narrow, wide, 4, 8e6, 64)
-    with pytest.raises(ValueError, match="letters .* for 2 requests of 3 tokens"):
+    with pytest.raises(ValueError, match=r"letters .* for 2 requests of 3 tokens"):
         flags = torch.zeros(2, dtype=torch.bool)
         letters = torch.zeros(8, 2, 6, dtype=torch.int64)
         sm90.write_letter_sm90(letters, wide[:1], torch.zeros(2, 3, dtype=torch.int64), wide, wide, flags, flags)

@@ -214,6 +214,7 @@ def test_the_page_in_a_browser(served: Served, tmp_path: Path) -> None:
         page.type("#key", KEY)
         page.press("Enter")
         page.wait("document.querySelector('#model').textContent === 'legato-small'")
+        page.wait_for_complaints(2)
         refused = [text for text in page.complaints if "401" in text]
         assert len(refused) == len(page.complaints) >= 2
 

@@ -115,6 +115,14 @@ class Page:
             assert time.monotonic() < deadline, f"never true: {condition}"
             time.sleep(0.1)
 
+    def wait_for_complaints(self, count: int, timeout_s: float = 90) -> None:
+        """Until the page has complained so often: complaints come after what they are about."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.complaints) < count:
+            assert time.monotonic() < deadline, f"only {self.complaints}"
+            self.run("0")
+            time.sleep(0.1)
+
     def type(self, selector: str, text: str) -> None:
         """Puts text into a field as a person would."""
         self.run(f"document.querySelector({json.dumps(selector)}).focus()")

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Experts on Hopper: packing at load, and who computes a call.
+"""The router and the experts on Hopper: packing at load, and who computes a call.
 
 Owns the choice between the kernels, the library and the reference; nothing here waits for the device. Must not know
 layers. Imported by `bind` only. A row's bits depend on nothing but that row, up to 16 rows.
@@ -7,13 +7,13 @@ layers. Imported by `bind` only. A row's bits depend on nothing but that row, up
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, sm90_launch
+from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route, sm90_launch, sm90_route
 from legato.ops.experts import sm90_packing as packing
 from legato.ops.experts.sm90_launch import MOST_ROWS, Experts, Packed
 from legato.ops.experts.sm90_many import many_rows, widen_down, widen_gate_up
@@ -22,6 +22,28 @@ from legato.ops.pointwise import swiglu
 
 #: Up to so many rows go through the kernel, MOST_ROWS at a time; more make products of whole experts.
 FEW_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A router's weight [E, D] float32 and, where the kernel takes its shape, its terms in the kernel's order."""
+
+    weight: Tensor
+    terms: Tensor | None
+
+
+def pack_route(weight: Tensor) -> Gate:
+    """Once, at load: the weight is looked at for whether it is bfloat16."""
+    return Gate(weight, sm90_route.pack(weight) if sm90_route.serves(*weight.shape) else None)
+
+
+@route.on("sm90", pack=pack_route)
+def run_route(x: Tensor, weight: Tensor | Gate, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Up to 64 rows of bfloat16: the kernel. Otherwise the reference."""
+    gate = weight if isinstance(weight, Gate) else Gate(weight, None)
+    if gate.terms is None or x.dtype is not torch.bfloat16 or not 0 < x.shape[0] <= sm90_route.MOST_ROWS or k > 32:
+        return route.reference(x, gate.weight, bias, k, scale)
+    return sm90_route.choose(gate.terms, _rows(x), bias, k, scale)
 
 
 def pack_bf16(w13: Tensor, w2: Tensor, *shared: Tensor | None) -> tuple[Tensor | None, ...]:

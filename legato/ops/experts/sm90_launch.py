@@ -41,6 +41,8 @@ class Experts:
     blocks: int
     warps: int = 16
     chunk: int = 0
+    shared_chunk: int = 0
+    span: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,17 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
     pairs, tiles = rows * choices, most_tiles(rows, choices, what.num_experts)
     x_bytes, terms = warps * held * (slice_k * 256 + 16), (pairs + rows) * (strips * 16 + 4) * 4
     fixed = x_bytes + 2 * warps * _PARTIAL_BYTES
-    static = tiles * (8 + 4 * held) + pairs * 8 + 2048
-    chunk = what.chunk or _chunk(what.routed, slice_k)
-    shared_chunk = chunk if what.shared == what.routed else 1
-    slot = chunk * STEP_BYTES[what.routed]
-    if what.shared is not None:
-        slot = max(slot, shared_chunk * STEP_BYTES[what.shared])
-    slots = min(_MOST_SLOTS, (_SHARED_BYTES - static - fixed) // (warps * slot))
+    static = tiles * (12 + 4 * held) + pairs * 8 + what.num_experts * 8 + 1536
+    # The largest copies of which two are in flight.
+    room = _SHARED_BYTES - static - fixed
+    for chunk, shared_chunk in _chunks(what, slice_k):
+        slot = chunk * STEP_BYTES[what.routed]
+        if what.shared is not None:
+            slot = max(slot, shared_chunk * STEP_BYTES[what.shared])
+        slots = min(_MOST_SLOTS, room // (warps * slot))
+        if slots >= 2:
+            break
+    span = what.span or (1 if rows <= 2 or what.routed == "bf16" else strips)
     macros = {
         "FORMAT": FORMATS[what.routed],
         "SHARED": -1 if what.shared is None else FORMATS[what.shared],
@@ -93,6 +99,8 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "SLOTS": slots,
         "CHUNK": chunk,
         "SHARED_CHUNK": shared_chunk,
+        "SPAN": min(span, strips),
+        "EXPERTS": what.num_experts,
         "X_ROWS": held,
         "MOST_PAIRS": pairs,
         "MOST_TILES": tiles,
@@ -101,11 +109,16 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
     return Cut(tuple(macros.items()), fixed + warps * slots * slot)
 
 
-def _chunk(routed: str, slice_k: int) -> int:
-    """Steps of one copy: two to four KB, and a warp's slice of K in whole copies."""
-    if routed in ("bf16", "fp8"):
-        return 2 if routed == "bf16" else 1
-    return next(steps for steps in (3, 2, 1) if slice_k % steps == 0)
+def _chunks(what: Experts, slice_k: int) -> list[tuple[int, int]]:
+    """Steps of one copy of the routed experts and of the shared one, best first."""
+    if what.chunk:
+        return [(what.chunk, what.shared_chunk or (what.chunk if what.shared == what.routed else 1))]
+    if what.routed == "bf16":
+        return [(2, 2), (1, 1)]
+    if what.routed == "fp8":
+        return [(1, 1)]
+    whole = next(steps for steps in (3, 2, 1) if slice_k % steps == 0)
+    return [(whole, 2), (whole, 1), (min(whole, 2), 1), (1, 1)]
 
 
 def row_class(rows: int) -> int:

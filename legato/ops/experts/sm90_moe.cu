@@ -16,9 +16,9 @@
 // depends neither on who computes it nor on what other rows chose.
 //
 // Macros: FORMAT of the routed experts; SHARED: format of the shared one, or NONE (-1); HIDDEN, WIDTH: D and F, multiples
-// of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; X_ROWS: rows of a tile, and of x
+// of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; SPAN: strips of an item; X_ROWS: rows of a tile, and of x
 // that fit (up to so many rows of the launch stay for the whole first half, more are fetched tile by tile); MOST_PAIRS:
-// rows * choices; MOST_TILES; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
+// rows * choices; MOST_TILES; EXPERTS: at least as many as there are; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
 
 #include "sm90_formats.cuh"
 
@@ -35,13 +35,7 @@ constexpr int PIECES = WIDTH / PIECE;
 constexpr int SLICE = (DEPTH + WARPS - 1) / WARPS;  // of K of a warp in the first half, at most, in 128
 constexpr int X_PITCH = SLICE * 256 + 16;           // rows start in different banks
 constexpr int X_BYTES = X_ROWS * X_PITCH;
-// Steps of a copy in the second half: those of the first where they divide a piece.
-constexpr int SECOND_CHUNK = CHUNK >= PIECE / Routed::STEP_K       ? PIECE / Routed::STEP_K
-                             : PIECE / Routed::STEP_K % CHUNK == 0 ? CHUNK
-                                                                   : 1;
-constexpr int SECOND_SHARED_CHUNK = SHARED_CHUNK >= PIECE / Shared::STEP_K       ? PIECE / Shared::STEP_K
-                                    : PIECE / Shared::STEP_K % SHARED_CHUNK == 0 ? SHARED_CHUNK
-                                                                                 : 1;
+constexpr int PIECE_STEPS = PIECE / Routed::STEP_K, SHARED_PIECE_STEPS = PIECE / Shared::STEP_K;
 constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED_CHUNK * Shared::BYTES;
 constexpr int SLOT_BYTES = CHUNK_BYTES > SHARED_CHUNK_BYTES ? CHUNK_BYTES : SHARED_CHUNK_BYTES;
 constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
@@ -119,21 +113,25 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
 
-// Where item number `index` of a warp is: items go round the warps, strip by strip of a tile.
+// An item of the second half: up to SPAN strips of a tile. Items go round the warps.
 struct Item {
   int tile, strip;
 
   __device__ __forceinline__ void advance(int live) {
-    tile += WARPS / live, strip += WARPS % live;
-    if (strip >= live) strip -= live, ++tile;
+    if (SPAN >= STRIPS) {
+      tile += WARPS;
+    } else {
+      const int per_tile = (live + SPAN - 1) / SPAN;
+      tile += WARPS / per_tile, strip += WARPS % per_tile * SPAN;
+      if (strip >= live) strip -= per_tile * SPAN, ++tile;
+    }
   }
 };
 
-#ifdef TRACE
-#define MARK(n) if (threadIdx.x == 0) reinterpret_cast<long long *>(terms_global)[block * 8 + n] = clock64()
-#else
-#define MARK(n)
-#endif
+__device__ __forceinline__ Item first_item(int warp, int live) {
+  const int per_tile = (live + SPAN - 1) / SPAN;
+  return {warp / per_tile, warp % per_tile * SPAN};
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe(const u8 *__restrict__ w13, const u8 *__restrict__ w2, const float *__restrict__ factors,
@@ -148,7 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ int pair_of[MOST_TILES][X_ROWS];  // row * choices + choice; the shared expert's pairs follow
   __shared__ int id_of[MOST_PAIRS];
   __shared__ float weight_of[MOST_PAIRS];
-  __shared__ int tiles_before[WARPS];
+  __shared__ int seen_of[EXPERTS], open_of[EXPERTS];  // pairs of an expert so far, and its last tile
+  __shared__ float down_of[MOST_TILES];
+  __shared__ int tiles_found;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int block = blockIdx.x, pairs = rows * choices;
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // What this warp reads, in order: units of the shared expert, routed units, then strips of tiles. Lane 0 asks for it.
   const u8 *source = nullptr;
-  int source_steps = 0, source_chunk = 0, source_unit = 0, fetch_slot = 0, in_flight = 0;
+  int source_steps = 0, source_chunk = 0, source_run = 0, source_unit = 0, fetch_slot = 0, in_flight = 0;
   Item source_item = {0, 0};
   bool source_shared = false;
   auto open = [&](bool known) {
@@ -196,17 +196,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       return true;
     }
     if (source_item.tile >= num_tiles) return false;
-    const int expert = expert_of[source_item.tile], strip = strip_begin + source_item.strip;
+    // All of an item in one run where K is one piece; else piece by piece, strip by strip.
+    const int expert = expert_of[source_item.tile], strips = min(SPAN, live - source_item.strip);
+    const int strip = strip_begin + source_item.strip + (PIECES == 1 ? 0 : source_run % strips);
+    const int piece = PIECES == 1 ? 0 : source_run / strips;
     source_shared = SHARED != NONE && expert < 0;
-    source_chunk = source_shared ? SECOND_SHARED_CHUNK : SECOND_CHUNK;
     if (source_shared) {
-      source_steps = WIDTH / Shared::STEP_K;
-      source = shared2 + size_t(strip) * (WIDTH / Shared::STEP_K) * Shared::BYTES;
+      source_chunk = SHARED_CHUNK;
+      source_steps = SHARED_PIECE_STEPS * (PIECES == 1 ? strips : 1);
+      source = shared2 + (size_t(strip) * PIECES + piece) * SHARED_PIECE_STEPS * Shared::BYTES;
     } else {
-      source_steps = WIDTH / Routed::STEP_K;
-      source = w2 + (size_t(expert) * STRIPS_ALL + strip) * (WIDTH / Routed::STEP_K) * Routed::BYTES;
+      source_chunk = CHUNK;
+      source_steps = PIECE_STEPS * (PIECES == 1 ? strips : 1);
+      source = w2 + ((size_t(expert) * STRIPS_ALL + strip) * PIECES + piece) * PIECE_STEPS * Routed::BYTES;
     }
-    source_item.advance(live);
+    if (PIECES == 1 || ++source_run == PIECES * strips) source_run = 0, source_item.advance(live);
     return true;
   };
   // One more chunk into the next slot; false where nothing is left, or nothing is known yet.
@@ -232,11 +236,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     while (in_flight < SLOTS && fetch(false)) ++in_flight;
   }
-  if (live > 0) source_item = {warp / live, warp % live};
+  if (live > 0) source_item = first_item(warp, live);
+  for (int i = threadIdx.x; i < experts; i += THREADS) seen_of[i] = 0;
+  for (int i = threadIdx.x; i < MOST_TILES; i += THREADS) count_of[i] = 0;
+  for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) pair_of[i / X_ROWS][i % X_ROWS] = pairs + i;
+  __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");
-  MARK(0);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  MARK(1);
 
   for (int i = threadIdx.x; i < pairs; i += THREADS) {
     id_of[i] = __ldcg(ids + i);
@@ -255,43 +261,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u64 wanted = 0;
   if (threadIdx.x == 0) wanted = (__ldcg(reinterpret_cast<unsigned long long *>(arrivals)) / GRID + 1) * GRID;
 
-  // The tiles: experts in ascending order, an expert's pairs in ascending order, X_ROWS to a tile.
-  for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) {
-    const int tile = i / X_ROWS;
-    pair_of[tile][i % X_ROWS] = pairs + i;
-    if (i % X_ROWS == 0) expert_of[tile] = -1, count_of[tile] = min(X_ROWS, rows - i);
+  // The tiles, in the order in which pairs first name their experts; an expert's pairs in ascending order, X_ROWS to a tile.
+  if (threadIdx.x < shared_tiles)
+    expert_of[threadIdx.x] = -1, count_of[threadIdx.x] = min(X_ROWS, rows - int(threadIdx.x) * X_ROWS);
+  __syncthreads();
+  if (warp == 0) {
+    const u32 lower = (1u << lane) - 1;
+    int found = shared_tiles;
+    for (int first = 0; first < pairs; first += 32) {
+      const int pair = first + lane, id = pair < pairs ? id_of[pair] : -1;
+      const bool valid = id >= 0 && id < experts;
+      const u32 same = __match_any_sync(0xffffffffu, valid ? id : -1 - lane);
+      const int before = valid ? seen_of[id] : 0, rank = before + __popc(same & lower), place = rank % X_ROWS;
+      const bool opens = valid && place == 0;
+      const u32 openers = __ballot_sync(0xffffffffu, opens);
+      int tile = found + __popc(openers & lower), from = lane;
+      const int opener = rank - place - before;  // among the same, or of an earlier group where negative
+      if (valid && opener >= 0) {
+        u32 left = same;
+        for (int i = 0; i < opener; ++i) left &= left - 1;
+        from = __ffs(left) - 1;
+      }
+      tile = __shfl_sync(0xffffffffu, tile, from);
+      if (valid && opener < 0) tile = open_of[id];
+      __syncwarp();
+      if (valid) {
+        pair_of[tile][place] = pair;
+        if (opens) expert_of[tile] = id;
+        atomicMax(&count_of[tile], place + 1);
+        if (same >> lane == 1) seen_of[id] = rank + 1, open_of[id] = tile;
+      }
+      __syncwarp();
+      found += __popc(openers);
+    }
+    if (lane == 0) tiles_found = found;
   }
   __syncthreads();
-  for (int first = 0; first < experts; first += THREADS) {
-    const int expert = first + threadIdx.x;
-    int count = 0;
-    for (int i = 0; i < pairs; ++i) count += id_of[i] == expert;
-    if (expert >= experts) count = 0;
-    const int tiles = (count + X_ROWS - 1) / X_ROWS;
-    int before = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int lower = __shfl_up_sync(0xffffffffu, before, step);
-      if (lane >= step) before += lower;
-    }
-    if (lane == 31) tiles_before[warp] = before;
-    __syncthreads();
-    int here = num_tiles + before - tiles;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      if (w < warp) here += tiles_before[w];
-      num_tiles += tiles_before[w];
-    }
-    if (count > 0)
-      for (int i = 0, n = 0; i < pairs; ++i)
-        if (id_of[i] == expert) {
-          const int tile = here + n / X_ROWS;
-          pair_of[tile][n % X_ROWS] = i;
-          if (n % X_ROWS == 0) expert_of[tile] = expert, count_of[tile] = min(X_ROWS, count - n);
-          ++n;
-        }
-    __syncthreads();
-  }
+  num_tiles = tiles_found;
 
   // This block's routed units: so many that all blocks read about the same, with what they have of the shared expert.
   {
@@ -322,7 +328,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (++slot == SLOTS) slot = 0, parity ^= 1;
   };
 
-  MARK(2);
   // First half.
   copies_wait<0>();
   __syncwarp();
@@ -406,7 +411,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  MARK(3);
   // All features of all pairs must be there.
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -422,13 +426,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
       asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(arrivals) : "memory");
     } while (seen < wanted);
+  } else if (FORMAT == NVFP4) {
+    for (int i = threadIdx.x - 1; i < num_tiles; i += THREADS - 1)
+      down_of[i] = expert_of[i] < 0 ? 1.0f : factors[expert_of[i] * 3 + 2];
   }
   __syncthreads();
 
-  MARK(4);
   // Second half. A lane holds its part of its row for a piece of K, and asks for the next where it takes the last.
   Item item = {num_tiles, 0}, ahead = item;
-  if (live > 0) item = ahead = {warp / live, warp % live};
+  if (live > 0) item = ahead = first_item(warp, live);
   int ahead_piece = 0;
   auto row_ahead = [&]() {
     const int tile = min(ahead.tile, num_tiles - 1), place = g < count_of[tile] ? g : 0;
@@ -441,49 +447,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_fresh(row + b * 128), load_fresh(row + b * 128 + 64)};
   }
   for (; item.tile < num_tiles; item.advance(live)) {
-    const int tile = item.tile, count = count_of[tile];
+    const int tile = item.tile, count = count_of[tile], strips = min(SPAN, live - item.strip);
     const bool is_shared = SHARED != NONE && expert_of[tile] < 0;
-    const float factor = FORMAT == NVFP4 && !is_shared ? factors[expert_of[tile] * 3 + 2] : 1.0f;
-    Sums sums = {};
+    Sums sums[SPAN] = {};
     for (int piece = 0; piece < PIECES; ++piece) {
       if (++ahead_piece == PIECES) ahead_piece = 0, ahead.advance(live);
       const u8 *row = row_ahead();
-      auto take = [&](int b) {
+      auto take = [&](int b, bool last) {
         const Fragment now = held[b];
-        held[b] = {load_fresh(row + b * 128), load_fresh(row + b * 128 + 64)};
+        if (last) held[b] = {load_fresh(row + b * 128), load_fresh(row + b * 128 + 64)};
         return now;
       };
       if (is_shared) {
 #pragma unroll
-        for (int done = 0; done < PIECE / Shared::STEP_K; done += SECOND_SHARED_CHUNK) {
-          barrier_wait(full + slot * 8, parity);
+        for (int s = 0; s < SPAN; ++s)
 #pragma unroll
-          for (int s = 0; s < SECOND_SHARED_CHUNK; ++s)
-            multiply<SHARED_FORMAT>(sums, ring + slot * SLOT_BYTES + s * Shared::BYTES, lane,
-                                    [&](int b) { return take((done + s) * (Shared::STEP_K / 64) + b); });
-          next_slot();
-        }
+          for (int k = 0; k < SHARED_PIECE_STEPS; ++k) {
+            constexpr int RUN = PIECES == 1 ? SPAN * SHARED_PIECE_STEPS : SHARED_PIECE_STEPS;
+            const int at = PIECES == 1 ? s * SHARED_PIECE_STEPS + k : k;
+            if (s >= strips) break;
+            if (at % SHARED_CHUNK == 0) barrier_wait(full + slot * 8, parity);
+            multiply<SHARED_FORMAT>(sums[s], ring + slot * SLOT_BYTES + at % SHARED_CHUNK * Shared::BYTES, lane,
+                                    [&](int b) { return take(k * (Shared::STEP_K / 64) + b, s == strips - 1); });
+            if (at % SHARED_CHUNK == SHARED_CHUNK - 1 || at == RUN - 1 ||
+                (k == SHARED_PIECE_STEPS - 1 && s == strips - 1))
+              next_slot();
+          }
       } else {
 #pragma unroll
-        for (int done = 0; done < PIECE / Routed::STEP_K; done += SECOND_CHUNK) {
-          barrier_wait(full + slot * 8, parity);
+        for (int s = 0; s < SPAN; ++s)
 #pragma unroll
-          for (int s = 0; s < SECOND_CHUNK; ++s)
-            multiply<FORMAT>(sums, ring + slot * SLOT_BYTES + s * Routed::BYTES, lane,
-                             [&](int b) { return take((done + s) * (Routed::STEP_K / 64) + b); });
-          next_slot();
-        }
+          for (int k = 0; k < PIECE_STEPS; ++k) {
+            constexpr int RUN = PIECES == 1 ? SPAN * PIECE_STEPS : PIECE_STEPS;
+            const int at = PIECES == 1 ? s * PIECE_STEPS + k : k;
+            if (s >= strips) break;
+            if (at % CHUNK == 0) barrier_wait(full + slot * 8, parity);
+            multiply<FORMAT>(sums[s], ring + slot * SLOT_BYTES + at % CHUNK * Routed::BYTES, lane,
+                             [&](int b) { return take(k * (Routed::STEP_K / 64) + b, s == strips - 1); });
+            if (at % CHUNK == CHUNK - 1 || at == RUN - 1 || (k == PIECE_STEPS - 1 && s == strips - 1)) next_slot();
+          }
       }
     }
-    float *const out = terms + item.strip * 16 + g;
+    const float factor = FORMAT == NVFP4 ? down_of[tile] : 1.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (2 * t + i % 2 < count)
-        out[size_t(pair_of[tile][2 * t + i % 2]) * TERM_PITCH + i / 2 * 8] = (sums[0][i] + sums[1][i]) * factor;
+    for (int s = 0; s < SPAN; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (s < strips && 2 * t + i % 2 < count)
+          terms[size_t(pair_of[tile][2 * t + i % 2]) * TERM_PITCH + (item.strip + s) * 16 + g + i / 2 * 8] =
+              (sums[s][0][i] + sums[s][1][i]) * factor;
   }
   __syncthreads();
 
-  MARK(5);
   // Each row's choices in their order, then the shared expert.
   for (int i = threadIdx.x; i < rows * live * 8; i += THREADS) {
     const int row = i / (live * 8), column = i % (live * 8) * 2;
@@ -501,5 +516,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     *reinterpret_cast<u32 *>(y + (size_t(row) * HIDDEN + strip_begin * 16 + column) * 2) =
         to_bf16_pair(total.x, total.y);
   }
-  MARK(6);
 }

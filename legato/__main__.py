@@ -16,6 +16,7 @@ import legato
 from legato.cli import flags, options, serve_flags
 from legato.cli.bench_commands import app as bench_app
 from legato.cli.serve_command import ServeCommand
+from legato.config import from_environment, rank_from_environment
 
 app = typer.Typer(
     name="legato", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -41,6 +42,10 @@ def root(
 
 
 def _serve(flags: serve_flags.ServeFlags) -> None:
+    if (launched := rank_from_environment()) is not None and launched.rank:
+        from legato.engine.ranks.follow import follow_launched
+
+        follow_launched(from_environment(flags.engine()), launched)
     from legato.cli.serve_port import take
 
     taken = take(flags)

@@ -244,6 +244,38 @@ def from_environment(config: Config, environ: Mapping[str, str] | None = None) -
     return config
 
 
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """Who a process is among the ranks of an engine, and where they meet: at a store at `host` and `port`, which this process
+    opens (`serves_store`) or finds open."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    serves_store: bool
+
+
+def rank_from_environment(environ: Mapping[str, str] | None = None) -> RankAddress | None:
+    """What `torchrun` says in the environment; `None` for a process that it has not started.
+
+    Raises:
+        ConfigError: what it says is no rank on this host.
+    """
+    environ = os.environ if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    try:
+        rank, size, local = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"torchrun has started this process, but says no rank: {error}") from error
+    if local != size:
+        raise ConfigError(f"torchrun has started {size} ranks on several hosts; the ranks of an engine share one host")
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankAddress(rank, size, host, port, serves_store=rank == 0 and not has_store)
+
+
 def api_key_from_environment(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """The key in `LEGATO_API_KEY`, where there is one: unlike a flag, other users of the machine cannot see it."""
     key = (os.environ if environ is None else environ).get("LEGATO_API_KEY", "")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from legato.bench.timing import sample_replays
+from legato.config import RankAddress
 from legato.ops import add_rms_norm, all_reduce_add_norm, linear_bf16
 from legato.ops.op import implemented
 from legato.ops.reduce import Recorded, all_gather
@@ -81,7 +82,7 @@ def main(rank: int, ranks: int, port: int) -> None:
         if op.folder in ("reduce", "gemm"):
             op.bound = op.implementations["sm90"]
     mesh = Mesh(rank, ranks)
-    meet = StoreMeeting.at(mesh, "127.0.0.1", port, 120)
+    meet = StoreMeeting.at(RankAddress(rank, ranks, "127.0.0.1", port, serves_store=rank == 0), 120)
     distributed.init_process_group(
         "nccl", store=meet.store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank)
     )

@@ -52,6 +52,8 @@ def serve(channel: Channel, target: str) -> int:
             served.watch.on_stuck = lambda lost: _leave(channel, lost)
         channel.send(messages.Ready(info))
         Serving(channel, served).run()
+        if served.watch is not None:
+            served.watch.close()
     except Disconnected:
         LOG.error("the server's process is gone; so is the engine's")
         return 1

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch import distributed
 
+from legato.config import RankAddress
 from legato.parallel.mesh import Mesh
 
 _LOOK_S = 0.01
@@ -36,14 +37,15 @@ class StoreMeeting:
         self._count = 0
 
     @staticmethod
-    def at(
-        mesh: Mesh, host: str, port: int, timeout_seconds: float, look: Callable[[], None] = _patiently
-    ) -> StoreMeeting:
-        """The meeting whose server rank 0 opens at this port. Raises `torch.distributed.DistError` where it cannot be opened,
-        or reached within the time."""
+    def at(where: RankAddress, timeout_seconds: float, look: Callable[[], None] = _patiently) -> StoreMeeting:
+        """The meeting at a store of this address. Raises `torch.distributed.DistError` where it cannot be opened, or reached
+        within the time."""
         timeout = timedelta(seconds=timeout_seconds)
-        store = distributed.TCPStore(host, port, mesh.size, mesh.rank == 0, timeout, wait_for_workers=False)
-        return StoreMeeting(mesh, store, timeout_seconds, look)
+        store = distributed.TCPStore(
+            where.host, where.port, where.size, where.serves_store, timeout, wait_for_workers=False
+        )
+        kept_apart = distributed.PrefixStore("legato", store)  # the launcher keeps things of its own there
+        return StoreMeeting(Mesh(where.rank, where.size), kept_apart, timeout_seconds, look)
 
     @property
     def store(self) -> distributed.Store:

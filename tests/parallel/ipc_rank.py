@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from legato.config import RankAddress
 from legato.ops.op import implemented
 from legato.ops.reduce import Recorded, all_reduce_add_norm
 from legato.ops.reduce.inbox import InboxShape, RankLostError
@@ -96,7 +97,7 @@ def main():
         if op.folder == "reduce":
             op.bound = op.implementations["sm90"]
     mesh = Mesh(rank, ranks)
-    meet = StoreMeeting.at(mesh, "127.0.0.1", port, 60)
+    meet = StoreMeeting.at(RankAddress(rank, ranks, "127.0.0.1", port, serves_store=rank == 0), 60)
     ipc = connect(mesh, meet, InboxShape(ranks, WIDTH), {"absent": 0.5}.get(sys.argv[4], 20), None)
     with torch.inference_mode():
         result = {"parity": parity, "skewed": skewed, "absent": absent}[sys.argv[4]](ipc, calls)

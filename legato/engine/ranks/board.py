@@ -135,7 +135,9 @@ class Board:
             raise BoardError(f"several ranks share memory through Linux's memfd; this is {sys.platform}")
         descriptor = os.memfd_create("legato-ranks")
         os.ftruncate(descriptor, _size(num_ranks))
-        return Board(descriptor, mmap.mmap(descriptor, _size(num_ranks)), num_ranks)
+        board = Board(descriptor, mmap.mmap(descriptor, _size(num_ranks)), num_ranks)
+        board.signs(0).pid = os.getpid()
+        return board
 
     @staticmethod
     def open(path: str, num_ranks: int) -> Board:
@@ -160,6 +162,15 @@ class Board:
     def published(self) -> int:
         """Slots written by rank 0 so far."""
         return _WORD.unpack_from(self._memory, 0)[0]
+
+    @property
+    def is_closed(self) -> bool:
+        """Rank 0 needs no one any more."""
+        return _WORD.unpack_from(self._memory, 8)[0] != 0
+
+    def close(self) -> None:
+        """Rank 0 needs no one any more: the others leave."""
+        _WORD.pack_into(self._memory, 8, 1)
 
     def publish(self, step: bytes, pause: Callable[[], None]) -> None:
         """Writes a step for all other ranks. Calls `pause` while a rank has not read what its slots still hold; `pause` may

@@ -10,17 +10,17 @@ import importlib
 import logging
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from legato.config import Config
+from legato.config import Config, ConfigError, RankAddress
 from legato.engine.bond import die_with
 from legato.engine.ranks.board import Board, Signs
-from legato.engine.ranks.join import HOST, START_S, Joined, join
-from legato.engine.ranks.lead import digest_of
+from legato.engine.ranks.join import HOST, START_S, Joined, digest_of, join
 from legato.engine.start import open_checkpoint
 from legato.model.checkpoint import no_progress
 from legato.parallel import Mesh
@@ -41,6 +41,10 @@ LEAD_SILENT_S = 30.0
 """Rank 0's death ends this process at once; its standing still (a stopped process) only after this time."""
 
 
+class Closed(Exception):
+    """Rank 0 needs this rank no more."""
+
+
 class Follower:
     """One rank: the plans it has taken, and the flight that is in the air."""
 
@@ -52,7 +56,7 @@ class Follower:
         self._flight: tuple[int, Flight] | None = None
 
     def run(self) -> NoReturn:
-        """Carries out plans for ever. Raises whatever a plan raises."""
+        """Carries out plans until rank 0 needs no more: then raises Closed. Raises whatever a plan raises."""
         while True:
             plan = cast(Plan, pickle.loads(self._board.take(self._rank, self._pause)))
             self._number += 1
@@ -73,6 +77,8 @@ class Follower:
             self._joined.check()
 
     def _pause(self) -> None:
+        if self._board.is_closed:
+            raise Closed
         if self._flight is not None and time.monotonic() > self._busy_until:
             self._settle()
         time.sleep(BUSY_PAUSE_S if time.monotonic() < self._busy_until else IDLE_PAUSE_S)
@@ -85,40 +91,70 @@ class Follower:
 
 
 def live(signs: Signs, lead: Signs) -> None:
-    """Signs of life, in a thread of its own; ends the process when rank 0 has given none for long."""
+    """Signs of life, in a thread of its own; ends the process when rank 0 is gone, or has given none for long."""
+    handle = os.pidfd_open(lead.pid)
+    ended = select.poll()
+    ended.register(handle, select.POLLIN)
     while True:
         signs.beat()
+        if ended.poll(0):
+            os._exit(1)
         if lead.beat_ns and time.monotonic_ns() - lead.beat_ns > LEAD_SILENT_S * 1e9:
             LOG.error("rank 0 has given no sign of life for %.0f s; this rank ends", LEAD_SILENT_S)
             os._exit(1)
         time.sleep(BEAT_S)
 
 
-def follow(rank: int, size: int, port: int, path: str) -> None:
-    """A rank's life. The settings come on stdin."""
-    config = cast(Config, pickle.load(sys.stdin.buffer))
-    board = Board.open(path, size)
-    signs = board.signs(rank)
-    signs.pid = os.getpid()
-    threading.Thread(target=live, args=(signs, board.signs(0)), name="beat", daemon=True).start()
+def follow(config: Config, where: RankAddress) -> int:
+    """A rank's life; returns the exit code of its process."""
+    mesh = Mesh(where.rank, where.size)
+    signs: Signs | None = None
     try:
-        mesh = Mesh(rank, size)
-        meet = StoreMeeting.at(mesh, HOST, port, START_S)
+        meet = StoreMeeting.at(where, START_S)
+        board = Board.open(meet(b"")[0].decode(), where.size)
+        signs = board.signs(where.rank)
+        signs.pid = os.getpid()
+        threading.Thread(target=live, args=(signs, board.signs(0)), name="beat", daemon=True).start()
         joined = join(config, open_checkpoint(config.model), mesh, meet, signs, no_progress)
-        Follower(rank, board, config, joined).run()
+        Follower(where.rank, board, config, joined).run()
+    except Closed:
+        return 0
     except Exception as error:
-        LOG.critical("rank %d failed", rank, exc_info=error)
-        signs.give_up(f"{type(error).__name__}: {error}")
+        LOG.critical("rank %d failed", where.rank, exc_info=error)
+        if signs is not None:
+            signs.give_up(f"{type(error).__name__}: {error}")
+        return 1
+
+
+def check_size(config: Config, where: RankAddress) -> None:
+    """Raises ConfigError where torchrun has started another number of ranks than the settings name."""
+    if where.size != config.execution.tensor_parallel:
+        asked = config.execution.tensor_parallel
+        raise ConfigError(
+            f"torchrun has started {where.size} ranks, and tensor_parallel is {asked}: use --tp {where.size}"
+        )
+
+
+def follow_launched(config: Config, where: RankAddress) -> NoReturn:
+    """Makes a process that torchrun has started as another rank that rank, to its end. Raises as `check_size`."""
+    check_size(config, where)
+    _leave(follow(config, where))
+
+
+def _leave(code: int) -> NoReturn:
+    """Not by way of the interpreter's end: libraries of a device may wait there for ranks that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> NoReturn:
-    """`python -c ... RANK SIZE PORT PARENT BOARD`."""
+    """`python -c ... RANK SIZE PORT PARENT`; the settings come on stdin."""
     rank, size, port, parent = (int(argument) for argument in sys.argv[1:5])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(name)s: %(message)s")
-    follow(rank, size, port, sys.argv[5])
-    sys.stderr.flush()
-    os._exit(1)
+    config = cast(Config, pickle.load(sys.stdin.buffer))
+    _leave(follow(config, RankAddress(rank, size, HOST, port, serves_store=False)))

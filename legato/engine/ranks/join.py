@@ -5,6 +5,7 @@ The same for rank 0 and all others, step by step, because they meet on the way. 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor, distributed
 
 from legato.config import Config, ConfigError
-from legato.engine.ranks.board import Signs
+from legato.engine.ranks.board import DIGEST_BYTES, Signs
 from legato.engine.start import Loaded, build_runner, load_rank
 from legato.model.checkpoint import Checkpoint, Progress
 from legato.model.inventory import stored_spec
 from legato.parallel import Communicator, DistributedRank, Mesh
 from legato.parallel.meeting import StoreMeeting
+from legato.plan import Outcome
 from legato.runtime.runner import Runner
 
 HOST = "127.0.0.1"
@@ -72,6 +74,12 @@ class Joined:
         wait = getattr(self.communicator, "wait_at_most", None)
         if wait is not None:
             wait(seconds)
+
+
+def digest_of(outcome: Outcome) -> bytes:
+    """Of the tokens that a step brought, on any rank."""
+    brought = [(emission.row, emission.tokens, emission.done) for emission in outcome.emissions]
+    return hashlib.blake2b(repr((outcome.epoch, brought)).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def placed(config: Config, rank: int) -> Config:

@@ -6,7 +6,6 @@ Owns the processes of the other ranks and the start of an engine, whatever the n
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -22,10 +21,11 @@ from typing import TYPE_CHECKING
 
 from torch import distributed
 
-from legato.config import Config
-from legato.engine.ranks.board import DIGEST_BYTES, Board
-from legato.engine.ranks.join import HOST, START_S, Joined, join
-from legato.engine.ranks.watch import RankLost, Watch
+from legato.config import Config, RankAddress, rank_from_environment
+from legato.engine.ranks.board import Board
+from legato.engine.ranks.follow import check_size, follow_launched
+from legato.engine.ranks.join import HOST, START_S, Joined, digest_of, join
+from legato.engine.ranks.watch import Watch
 from legato.engine.start import Started, engine_around
 from legato.engine.start import start as start_alone
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
@@ -55,11 +55,16 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
     """Builds an engine for an opened checkpoint, of as many ranks as the settings say.
 
     Raises: as `engine.start.load_rank`; RankLost where another rank cannot start, with its reason; BoardError where ranks
-    cannot share memory.
+    cannot share memory. In a process that torchrun has started as another rank it does not return: the process is that rank.
     """
+    launched = rank_from_environment()
+    if launched is not None and launched.rank:
+        follow_launched(config, launched)
+    if launched is not None:
+        check_size(config, launched)
     if config.execution.tensor_parallel == 1:
         return start_alone(config, checkpoint, progress)
-    ranks = Ranks.start(config)
+    ranks = Ranks.start(config) if launched is None else Ranks.launched(launched)
     try:
         joined = ranks.join(config, checkpoint, progress)
     except Exception as error:
@@ -77,8 +82,8 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
 class Ranks:
     """The other ranks of this engine: their processes, the memory shared with them, and the watch over them."""
 
-    def __init__(self, board: Board, port: int, children: dict[int, subprocess.Popen[bytes]]) -> None:
-        self.board, self._port, self._children = board, port, children
+    def __init__(self, board: Board, store: RankAddress, children: dict[int, subprocess.Popen[bytes]]) -> None:
+        self.board, self._store, self._children = board, store, children
         self.watch = Watch(board, children)
         self._outcomes: OrderedDict[int, bytes] = OrderedDict()
 
@@ -91,7 +96,7 @@ class Ranks:
         told = pickle.dumps(replace(config, execution=replace(config.execution, ops=dict(config.execution.ops))))
         children: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(1, size):
-            arguments = [json.dumps(sys.path), str(rank), str(size), str(port), str(os.getpid()), board.path]
+            arguments = [json.dumps(sys.path), str(rank), str(size), str(port), str(os.getpid())]
             child = subprocess.Popen(
                 [sys.executable, "-P", "-c", BOOT, *arguments],
                 stdin=subprocess.PIPE,
@@ -102,12 +107,18 @@ class Ranks:
             assert child.stdin is not None
             with child.stdin:
                 child.stdin.write(told)
-        return Ranks(board, port, children)
+        return Ranks(board, RankAddress(0, size, HOST, port, serves_store=True), children)
+
+    @staticmethod
+    def launched(launched: RankAddress) -> Ranks:
+        """Ranks that torchrun has started."""
+        return Ranks(Board.create(launched.size), launched, {})
 
     def join(self, config: Config, checkpoint: Checkpoint, progress: Progress) -> Joined:
         """Rank 0's own part."""
         mesh = Mesh(0, self.board.num_ranks)
-        meet = StoreMeeting.at(mesh, HOST, self._port, START_S, self.watch.raise_if_lost)
+        meet = StoreMeeting.at(self._store, START_S, self.watch.raise_if_lost)
+        meet(self.board.path.encode())
         return join(config, checkpoint, mesh, meet, self.board.signs(0), progress)
 
     def publish(self, plan: Plan) -> None:
@@ -182,16 +193,7 @@ class LeadFlight:
         return outcome
 
 
-def digest_of(outcome: Outcome) -> bytes:
-    """Of the tokens that a step brought, on any rank."""
-    brought = [(emission.row, emission.tokens, emission.done) for emission in outcome.emissions]
-    return hashlib.blake2b(repr((outcome.epoch, brought)).encode(), digest_size=DIGEST_BYTES).digest()
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
-
-
-__all__ = ["LeadRunner", "RankLost", "Ranks", "digest_of", "start"]

@@ -18,6 +18,8 @@ from typing import Protocol
 from legato.engine.ranks.board import Board
 
 PERIOD_S = 0.05
+LEAVE_S = 1.0
+"""From the end of the engine to the end of ranks that have not left by themselves."""
 STUCK_S = 1.0
 """From a rank's loss to the end of whatever rank 0's engine waits for; the other ranks are ended at once."""
 
@@ -135,10 +137,15 @@ class Watch:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stops watching and ends the other ranks."""
+        """Stops watching, lets the other ranks leave, and ends those that do not."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2)
+        self._board.close()
+        deadline = time.monotonic() + LEAVE_S
+        others = range(1, self._board.num_ranks)
+        while self._lost is None and time.monotonic() < deadline and not all(map(self._has_ended, others)):
+            time.sleep(0.01)
         self.end_ranks()
         for handle in self._handles.values():
             os.close(handle)

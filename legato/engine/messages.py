@@ -123,7 +123,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """What one iteration brought to one request.
+    """What one iteration brought to one request. The first one of a request brings nothing: it says that the engine has taken it.
 
     Attributes:
         finish_reason: set on the last one only, which may carry tokens too.

@@ -120,7 +120,7 @@ class Serving:
             raise messages.MessageError(f"{type(message).__name__} came where no such message can come")
 
     def _submit(self, message: messages.Submit) -> None:
-        """Takes a request, or says why not."""
+        """Takes a request and says so, or says why not: a client is told "yes" or "no" before its request has run."""
         deadline = None if message.timeout_s is None else time.monotonic() + message.timeout_s
         request = Request(
             id=message.id,
@@ -143,6 +143,7 @@ class Serving:
         else:
             self._submitted += 1
             self._read_at[message.id] = time.monotonic()
+            self._channel.send(messages.Gained((messages.Progress(message.id, ()),)))
 
     def _check(self, request: Request) -> None:
         """What fails here has touched nothing yet, and concerns this request alone."""

@@ -214,6 +214,9 @@ async def _stream(service: Service, request: MessagesRequest, job: Job) -> Async
     try:
         async with service.generations.open(job) as generation:
             async for step in generation:
+                if step.is_empty:
+                    yield b""
+                    continue
                 if not has_begun:
                     has_begun = True
                     yield _event("message_start", {"message": _message(request, job, generation)}) + _event("ping", {})

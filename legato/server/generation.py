@@ -134,6 +134,11 @@ class ChoiceStep:
     finish_reason: Ending | None = None
     stop: str | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it brought nothing to the choice: the engine has taken the request, or another part of its prompt has run."""
+        return not self.token_ids and not self.events and self.finish_reason is None
+
 
 @dataclass(slots=True)
 class Answered:

@@ -229,6 +229,8 @@ async def _stream(service: Service, wanted: _Wanted) -> AsyncGenerator[bytes]:
             async with service.generations.open(*wanted.jobs) as generation:
                 answers = [Answered(index) for index in range(generation.num_choices)]
                 async for step in generation:
+                    if step.is_empty:
+                        yield b""
                     answer = answers[step.index]
                     answer.add(step)
                     if step.events or step.finish_reason is not None:

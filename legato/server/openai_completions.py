@@ -224,8 +224,8 @@ async def _stream(service: Service, request: CompletionRequest, made: Prepared, 
             async with service.generations.open(*made.jobs) as generation:
                 async for step in generation:
                     data = chunks.of(step, generation)
-                    if data:
-                        has_begun = True
+                    if data or step.is_empty:
+                        has_begun = has_begun or bool(data)
                         yield data
                 if request.wants_usage:
                     yield chunks.usage(generation)

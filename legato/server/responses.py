@@ -94,6 +94,9 @@ async def _stream(service: Service, made: ResponseJob, reply: Reply) -> AsyncGen
     try:
         async with service.generations.open(made.job) as generation:
             async for step in generation:
+                if step.is_empty:
+                    yield b""
+                    continue
                 told = reply.begin() if not number else []
                 told += reply.take(step, generation)
                 if told:

@@ -24,8 +24,11 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """No proxy may hold back or keep what is streamed."""
 
 FIRST_EVENT_S = 2.0
-"""How long a stream waits for its first event before it sends its headers: a refusal by the engine comes earlier than that, and
-can still have a status of its own."""
+"""How long a stream waits for its first event before it sends its headers: what goes wrong until then has a status of its own."""
+
+TAKEN_S = 30.0
+"""How long it waits, on top of that, to hear that the request was taken: the engine takes or refuses requests between two
+iterations, however long they last, and a refusal is to have a status."""
 
 DOCUMENTED: dict[str, Any] = {
     "text/event-stream": {
@@ -70,8 +73,8 @@ class EventStream(Response):
     """A reply of events. What goes wrong before the first one is answered with a status of its own.
 
     Args:
-        events: whole events as bytes. It is closed when the client has gone. It may raise until it has given an event; later
-            faults must come as events of the dialect.
+        events: whole events as bytes. It is closed when the client has gone. An empty piece says that the request was taken.
+            It may raise until it has given an event; later faults must come as events of the dialect.
         keepalive_s: seconds of silence after which a comment is sent; `None`: never.
     """
 
@@ -98,9 +101,11 @@ class EventStream(Response):
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            first = asyncio.ensure_future(anext(self._events, None))
+            taken = asyncio.Event()
+            first, told = asyncio.ensure_future(self._first(taken)), asyncio.ensure_future(taken.wait())
             try:
                 await asyncio.wait((first,), timeout=FIRST_EVENT_S)
+                await asyncio.wait((first, told), timeout=TAKEN_S, return_when=asyncio.FIRST_COMPLETED)
                 if first.done() and (error := first.exception()) is not None:
                     request_id = scope.get("state", {}).get("request_id")
                     await response_to(api_error(error), scope["path"], request_id)(scope, receive, send)
@@ -108,10 +113,18 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await self._write_events(_Writer(send), first, scope["path"])
             finally:
-                if not first.done():
-                    first.cancel()
-                    await asyncio.wait((first,))
+                first.cancel()
+                told.cancel()
+                await asyncio.wait((first, told))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _first(self, taken: asyncio.Event) -> bytes | None:
+        """The first event; sets `taken` at the first sign of life."""
+        async for data in self._events:
+            taken.set()
+            if data:
+                return data
+        return None
 
     async def _write_events(self, writer: _Writer, first: asyncio.Future[bytes | None], path: str) -> None:
         pinging = None if self._keepalive_s is None else asyncio.ensure_future(writer.keep_alive(self._keepalive_s))
@@ -120,9 +133,10 @@ class EventStream(Response):
             if data is not None:
                 await writer.write(data)
             async for data in self._events:
-                await writer.write(data)
+                if data:
+                    await writer.write(data)
         except Exception as error:
-            # The first event came late, and is a fault: the status has been sent, so it has to be told as an event.
+            # The first event is a fault that came late: the status has been sent, so it has to be told as an event.
             await writer.write(fault_event(api_error(error), path))
         finally:
             if pinging is not None:

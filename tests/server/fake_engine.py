@@ -20,6 +20,7 @@ class FakeEngine:
         open: ids of those that run.
         left: ids of those that were left before their end, or aborted.
         fault: raised instead of the first step, or before step `fault_at`.
+        says_taken: whether it tells at once that it has taken a request, as the engine does where no iteration is in its way.
         prefill_chunk: tokens of a prompt whose log-probabilities come in one step; those of the last chunk come with the first
             step of the script, earlier ones in steps without tokens.
     """
@@ -39,6 +40,7 @@ class FakeEngine:
         self.fault: Exception | None = None
         self.fault_at = 0
         self.prefill_chunk = 10**9
+        self.says_taken = True
         self.flushed = 0
         self._aborts: set[str] = set()
 
@@ -52,6 +54,8 @@ class FakeEngine:
         self.open.add(request.id)
         is_over = False
         try:
+            if self.says_taken:
+                yield Progress(request.id, ())
             for early in self._prompt_chunks(request)[:-1]:
                 await asyncio.sleep(self.step_s)
                 yield Progress(request.id, (), None, prompt_logprobs=early)

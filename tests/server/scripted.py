@@ -56,7 +56,7 @@ class Server:
     def reset(self) -> None:
         self.said = "<think>Hmm, let me see.</think>The answer is 5. <|user|>"
         self.engine.step_s, self.engine.fault, self.engine.fault_at, self.engine.state = 0.0, None, 0, "ready"
-        self.engine.prefill_chunk = 10**9
+        self.engine.prefill_chunk, self.engine.says_taken = 10**9, True
         self.engine.seen.clear()
         self.engine.left.clear()
 

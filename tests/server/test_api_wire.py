@@ -338,6 +338,23 @@ def test_a_fault_that_comes_late_and_first_is_an_event_too(server: Server, monke
     assert [event["error"]["type"] for event in events] == ["rate_limit_error"]
 
 
+def test_a_refusal_has_a_status_however_long_the_iteration_before_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "FIRST_EVENT_S", 0.02)
+    server.engine.fault, server.engine.step_s = RequestRefused("queue_full", "", "8 requests wait already"), 0.3
+    server.engine.says_taken = False
+    messages = {"model": "glm", "max_tokens": 5, "messages": HI}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", messages),
+        ("/generate", {"text": "a"}),
+    ):
+        assert server.http.post(path, json={**body, "stream": True}).status_code == 429, path
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_stops_takes_no_requests(server: Server, stream: bool) -> None:
     server.engine.state = "draining"

@@ -37,7 +37,9 @@ from torch import Tensor
 
 try:
     from cuda.bindings import driver, nvrtc
-    from cuda.core import LaunchConfig, ObjectCode, Program, ProgramOptions, Stream, launch
+    from cuda.core import LaunchConfig, ObjectCode, Program, ProgramOptions, Stream, TensorMapDescriptor, launch
+    from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # no public name in cuda.core 1.2
+    from cuda.core.utils import StridedMemoryView
     from cuda.pathfinder import find_nvidia_header_directory
 except ImportError as error:
     raise ImportError("Legato's CUDA kernels need its cuda extra: pip install 'legato[cuda]'") from error
@@ -303,6 +305,24 @@ class Kernel:
         if config is None:
             config = self._configs[how] = _launch_config(how)
         return config
+
+
+def tensor_map(tensor: Tensor, box: Sequence[int], swizzle: int = 0) -> TensorMapDescriptor:
+    """What the copy engine must know of a tensor: an argument of kernels, by value (`const __grid_constant__ CUtensorMap`).
+
+    `box`: what one copy brings, in elements, of as many dimensions as the tensor has (1 to 5; the last one contiguous).
+    `swizzle`: bytes of a row over which 16-byte pieces change places in shared memory: 0 (none), 32, 64 or 128. Elements
+    beyond the tensor arrive as zeros. Raises ValueError for what the engine cannot describe.
+    """
+    kinds = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
+    if swizzle not in kinds:
+        raise ValueError(f"tensor_map: a swizzle of {swizzle} bytes; there are {', '.join(map(str, kinds))}")
+    view = StridedMemoryView.from_any_interface(tensor, stream_ptr=-1)  # -1: nothing waits for the tensor's values
+    made = view.as_tensor_map(
+        tuple(box), swizzle=getattr(TensorMapSwizzle, kinds[swizzle]), l2_promotion=TensorMapL2Promotion.L2_256B
+    )
+    assert isinstance(made, TensorMapDescriptor)
+    return made
 
 
 def _launch_config(how: Launch) -> LaunchConfig:

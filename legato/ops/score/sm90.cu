@@ -1,32 +1,40 @@
 // Index scores on Hopper: score[t, j] = scale_j * sum_h gate[t, h] * relu(q[t, h] . k_j), each key read once for up to
 // eight rows of one request. See NOTES.md for what bounds it.
 //
-// One block per SM walks a contiguous run of (window, page) tiles that `plan_scores` assigned to it. Four warps stream pages
-// into a ring of shared memory; two warpgroups take tiles in turn, keys as the 64 rows of the product and the heads of the
-// window's rows as its columns, so that the sum over heads stays inside four threads.
+// One block per SM walks a contiguous run of (window, page) tiles that `plan_scores` assigned to it. A warp streams pages
+// into a ring of shared memory; two warpgroups take tiles in turn, keys as the 64 rows of the product
+// and the heads of the window's rows as its columns, so that the sum over heads stays inside four threads.
 #include "wgmma.cuh"
 
 typedef unsigned char byte;
 typedef unsigned long long u64;
+struct alignas(64) CUtensorMap { u64 opaque[16]; };
 
 constexpr int PAGE = 64, HEADS = 32, WIDTH = 128, PAGE_BYTES = PAGE * (WIDTH + 4);
 constexpr int WINDOW = 8;              // rows that share one reading of the keys
 constexpr int GROUPS = 2;              // consumer warpgroups
-constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;  // and the producers' warpgroup
-constexpr int RECORD = 64, LISTED = 56;  // words of a block's record, page ids among them
+constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;  // and the producer's warpgroup
+constexpr int HEADER = 8, BATCH = 32, RECORD = HEADER + BATCH;  // words of a block's record, the first page ids among them
 static_assert(HEADS * WIDTH == CONSUMERS * 16, "a consumer loads 16 bytes of every row");
-static_assert(STAGES % 4 == 0, "a producer warp owns every fourth stage, a group every second");
+static_assert(STAGES % GROUPS == 0, "a group owns every second stage");
 
 // What a block does first: some pages of one window; and what follows: the windows after it, in order.
 struct Segment { int row, rows, request, first, count; };
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) { return (unsigned)__cvta_generic_to_shared(pointer); }
 
+// Asked for anew each time: kept, it would take a register that the loops need.
+__device__ __forceinline__ int lane_of_thread() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+// By one thread of the warp.
+__device__ __forceinline__ void barrier_arrive_once(unsigned barrier) {
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ int barrier_poll(unsigned barrier, unsigned parity) {
     int done;
@@ -41,18 +49,24 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         if (barrier_poll(barrier, parity)) return;
     __trap();
 }
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 // Keys are read once and not again before the next layer's have passed through: they leave the L2 first, so that scores stay.
 __device__ __forceinline__ u64 read_once() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-__device__ __forceinline__ void copy_16(unsigned into, const byte* from, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "l"(policy) : "memory");
+__device__ __forceinline__ void copy_keys(unsigned into, const CUtensorMap* map, int page, unsigned barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%2, %2, %3}], [%4], %5;"
+                 ::"r"(into), "l"(map), "r"(0), "r"(page), "r"(barrier), "l"(policy) : "memory");
 }
-// One of the barrier's arrivals, made when this thread's copies so far have landed.
-__device__ __forceinline__ void arrive_after_copies(unsigned barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void copy_scales(unsigned into, const CUtensorMap* map, int page, unsigned barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%2, %3}], [%4], %5;"
+                 ::"r"(into), "l"(map), "r"(0), "r"(page), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ uint4 load_shared_16(unsigned at) {
     uint4 v;
@@ -79,8 +93,7 @@ __device__ __forceinline__ Segment window_after(const int4* windows, int index, 
 struct Call {
     const byte* q;
     const float* gates;
-    const byte* cache;
-    int num_pages;
+    const CUtensorMap *keys, *scale_map;
     const int* page_table;
     int table_width;
     const int* lengths;
@@ -90,61 +103,50 @@ struct Call {
 };
 
 // Shared memory: queries; the stages' keys and scales; how far each row of the window sees (-1: no row); windows and tiles behind
-// us after this window; the rows' gates; barriers of full and of empty stages. Swizzled rows start at multiples of 1024.
+// us after this window; the rows' gates; barriers of full and of empty stages; page ids. Swizzled rows start at multiples of 1024.
 constexpr int KEY_BYTES = PAGE * WIDTH, SCALE_BYTES = PAGE * 4;
 constexpr int KEYS = WINDOW * HEADS * WIDTH, SCALES = KEYS + STAGES * KEY_BYTES, LENGTHS = SCALES + STAGES * SCALE_BYTES;
 constexpr int BEHIND = LENGTHS + WINDOW * 4, GATES = BEHIND + 16, GATE_PITCH = HEADS + 4;  // four rows lie in different banks
-constexpr int FULL = GATES + WINDOW * GATE_PITCH * 4, EMPTY = FULL + STAGES * 8;           // and STAGES * 8 more
-
-__device__ __forceinline__ Segment first_segment(int2 words) {
-    const unsigned all = 0xFFFFFFFFu;
-    return {__shfl_sync(all, words.x, 0), __shfl_sync(all, words.y, 0), __shfl_sync(all, words.x, 1), __shfl_sync(all, words.y, 1),
-            __shfl_sync(all, words.x, 2)};
-}
+constexpr int FULL = GATES + WINDOW * GATE_PITCH * 4, EMPTY = FULL + STAGES * 8;
+constexpr int IDS = (EMPTY + STAGES * 8 + 255) / 256 * 256;  // and two batches of page ids
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Producers: four warps take pages in turn, 16 bytes at a time. Lane l holds two words of the record, so the first pages need no
-// second look-up. Chunk c of key j goes to chunk c ^ (j % 8) of its row.
+// Producer: one thread issues; its warp looks up page ids, 32 at a time, one batch ahead. (Shuffles or votes per page take longer
+// than the page.) The copy engine swizzles rows as they arrive, and fills with zeros for a page id that is no page.
 
-__device__ __forceinline__ void produce(const Call& call, unsigned shared, int2 words) {
-    const unsigned all = 0xFFFFFFFFu;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    const int from = lane * 16, even = from ^ (lane >> 3) << 4, odd = even ^ 4 << 4;  // keys j and j + 4
-    Segment segment = first_segment(words);
-    int next = __shfl_sync(all, words.x, 3), left = __shfl_sync(all, words.y, 3) - segment.count, tile = 0;
-    int stage = warp;
-    unsigned parity = 1;  // the first round finds every stage empty
-    bool listed = true;
+__device__ __forceinline__ void issue_pages(const Call& call, unsigned shared, unsigned ids, int count, int& stage, unsigned& parity) {
     const u64 policy = read_once();
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+        const unsigned full = shared + FULL + stage * 8;
+        const int page = __float_as_int(load_shared(ids + i * 4));
+        barrier_wait(full + (EMPTY - FULL), parity);
+        barrier_expect(full, PAGE_BYTES);
+        copy_keys(shared + KEYS + stage * KEY_BYTES, call.keys, page, full, policy);
+        copy_scales(shared + SCALES + stage * SCALE_BYTES, call.scale_map, page, full, policy);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+}
+
+__device__ __forceinline__ void produce(const Call& call, unsigned shared, Segment segment, int next, int tiles) {
+    const int lane = lane_of_thread();
+    int stage = 0, left = tiles - segment.count;
+    unsigned parity = 1, ids = shared + IDS;  // the first round finds every stage empty
+    int page = __ldg(call.record + HEADER + lane);  // the record lists the first batch
     while (true) {
-        int ids = 0, held = 0;  // page ids that the lanes hold, beyond those of the record
-        for (int i = (warp - tile) & 3; i < segment.count; i += 4) {
-            int id;
-            if (listed && i < LISTED) {
-                int low = __shfl_sync(all, words.x, 4 + i / 2), high = __shfl_sync(all, words.y, 4 + i / 2);
-                id = i & 1 ? high : low;
-            } else {
-                if (held == 0 && i + 4 * lane < segment.count)
-                    ids = __ldg(call.page_table + (u64)segment.request * call.table_width + segment.first + i + 4 * lane);
-                id = __shfl_sync(all, ids, held);
-                held = (held + 1) & 31;
-            }
-            id = (unsigned)id < (unsigned)call.num_pages ? id : 0;  // a page that does not exist is nobody's, but is no fault
-            const byte* page = call.cache + (u64)id * PAGE_BYTES + from;
-            const unsigned keys = shared + KEYS + stage * KEY_BYTES;
-            barrier_wait(shared + EMPTY + stage * 8, parity);
-#pragma unroll
-            for (int part = 0; part < 16; part++) copy_16(keys + (part & 1 ? odd : even) + part * 512, page + part * 512, policy);
-            if (lane < PAGE / 4) copy_16(shared + SCALES + stage * SCALE_BYTES + from, page + KEY_BYTES, policy);
-            arrive_after_copies(shared + FULL + stage * 8);
-            stage += 4;
-            if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+        const int* table = call.page_table + (u64)segment.request * call.table_width + segment.first;
+        for (int done = 0; done < segment.count; done += BATCH) {
+            asm volatile("st.shared.s32 [%0], %1;" ::"r"(ids + lane * 4), "r"(page) : "memory");
+            __syncwarp();
+            const int ahead = done + BATCH + lane;
+            if (ahead < segment.count) page = __ldg(table + ahead);
+            if (lane == 0) issue_pages(call, shared, ids, min(BATCH, segment.count - done), stage, parity);
+            ids ^= BATCH * 4;
         }
         if (left == 0) return;
-        tile += segment.count;
         segment = window_after(call.windows, next++, left);
         left -= segment.count;
-        listed = false;
+        if (lane < segment.count) page = __ldg(call.page_table + (u64)segment.request * call.table_width + segment.first + lane);
     }
 }
 
@@ -186,19 +188,26 @@ __device__ __forceinline__ void stage_window(const Call& call, Segment segment, 
     if (threadIdx.x < WINDOW) ((int*)(shared + LENGTHS))[threadIdx.x] = length;
 }
 
+// Which tiles of a window a group finishes, and where their scores go: to rows from `row` on, `stride` apart.
+struct Run {
+    float* scores;
+    unsigned row, stride;
+    int position, count;
+};
+
 // ROWS rows of a window. A thread of a quad finishes row q of four; half a row, for one of its two keys at the end, of two; a
 // quarter of one.
 template <int ROWS, bool HELD> struct Part {
     static constexpr int HEADS_EACH = 8 * ROWS;
     float held[HELD ? HEADS_EACH : 1];
     unsigned gates;
-    float* scores;  // of this thread's row and (lower) key in the next tile
+    float* scores;
+    unsigned at;    // of this thread's row and (lower) key in the next tile
     int visible;    // keys of the row from that one on
     int is_mine;
 
-    // `scores` of the window's first row, `stride` between rows; `position` of the first tile.
-    __device__ __forceinline__ void load(unsigned shared, int first, float* first_scores, int stride, int position) {
-        const int lane = threadIdx.x & 31, q = lane & 3, row = first + q * ROWS / 4, head = q * HEADS_EACH % HEADS;
+    __device__ __forceinline__ void load(unsigned shared, int first, const Run& run) {
+        const int lane = lane_of_thread(), q = lane & 3, row = first + q * ROWS / 4, head = q * HEADS_EACH % HEADS;
         gates = shared + GATES + (row * GATE_PITCH + head) * 4;
         if constexpr (HELD) {
 #pragma unroll
@@ -208,49 +217,62 @@ template <int ROWS, bool HELD> struct Part {
                 held[i + 2] = __uint_as_float(four.z), held[i + 3] = __uint_as_float(four.w);
             }
         }
-        const int key = position + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2) + (ROWS == 4 ? 0 : (lane & 1) * 8);
+        const int key = run.position + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2) + (ROWS == 4 ? 0 : (lane & 1) * 8);
         const int length = __float_as_int(load_shared(shared + LENGTHS + row * 4));
         is_mine = length >= 0 && (ROWS > 1 || q < 2);  // of one row, half of the quad stores
         visible = length - key;
-        scores = first_scores + (long long)row * stride + key;
+        scores = run.scores;
+        at = (run.row + row) * run.stride + key;
     }
 
-    // Eight heads, in order. x + |x| is twice the rectified x, exactly, and an addition is twice as fast as a maximum; the
-    // gates are halved instead.
-    __device__ __forceinline__ float quarter(const float (&products)[ROWS * 16], int which, int upper) const {
-        float sum = 0;
+    // Eight heads of the lower key and of the upper one, in order. x + |x| is twice the rectified x, exactly, and an addition is
+    // twice as fast as a maximum; the gates are halved instead.
+    __device__ __forceinline__ float2 quarter(const float (&products)[ROWS * 16], int which) const {
+        float2 sum = {0, 0};
 #pragma unroll
-        for (int c = 8 * which; c < 8 * which + 8; c++) {
-            float x = products[c / 2 * 4 + c % 2 + 2 * upper];
-            float gate;
-            if constexpr (HELD) gate = held[c];
-            else gate = load_shared(gates + c * 4);
-            sum = fmaf(gate, x + fabsf(x), sum);
+        for (int c = 8 * which; c < 8 * which + 8; c += 4) {
+            float gate[4];
+            if constexpr (HELD) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) gate[e] = held[c + e];
+            } else {
+                const uint4 four = load_shared_16(gates + c * 4);
+                gate[0] = __uint_as_float(four.x), gate[1] = __uint_as_float(four.y);
+                gate[2] = __uint_as_float(four.z), gate[3] = __uint_as_float(four.w);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float lower = products[(c + e) / 2 * 4 + (c + e) % 2], upper = products[(c + e) / 2 * 4 + (c + e) % 2 + 2];
+                sum.x = fmaf(gate[e], lower + fabsf(lower), sum.x);
+                sum.y = fmaf(gate[e], upper + fabsf(upper), sum.y);
+            }
         }
         return sum;
     }
 
     __device__ __forceinline__ void store(float score, int offset) {
-        store_if(is_mine, scores + offset, offset < visible ? score : -__int_as_float(0x7F800000));
+        store_if(is_mine, scores + (at + offset), offset < visible ? score : -__int_as_float(0x7F800000));
     }
 
     // Every row is (quarter 0 + quarter 1) + (quarter 2 + quarter 3), whichever rows are beside it.
-    __device__ __forceinline__ void finish(const float (&products)[ROWS * 16], float low, float high) {
+    __device__ __forceinline__ void finish(const float (&products)[ROWS * 16], float2 scales) {
         const unsigned all = 0xFFFFFFFFu;
         if constexpr (ROWS == 4) {
-            float below = (quarter(products, 0, 0) + quarter(products, 1, 0)) + (quarter(products, 2, 0) + quarter(products, 3, 0));
-            float above = (quarter(products, 0, 1) + quarter(products, 1, 1)) + (quarter(products, 2, 1) + quarter(products, 3, 1));
-            store(below * low, 0);
-            store(above * high, 8);
+            const float2 a = quarter(products, 0), b = quarter(products, 1), c = quarter(products, 2), d = quarter(products, 3);
+            store(((a.x + b.x) + (c.x + d.x)) * scales.x, 0);
+            store(((a.y + b.y) + (c.y + d.y)) * scales.y, 8);
         } else {
-            float below = quarter(products, 0, 0), above = quarter(products, 0, 1);
-            if constexpr (ROWS == 2) below += quarter(products, 1, 0), above += quarter(products, 1, 1);
+            float2 both = quarter(products, 0);
+            if constexpr (ROWS == 2) {
+                const float2 b = quarter(products, 1);
+                both.x += b.x, both.y += b.y;
+            }
             const bool odd = threadIdx.x & 1;
-            float sum = (odd ? above : below) + __shfl_xor_sync(all, odd ? below : above, 1);
+            float sum = (odd ? both.y : both.x) + __shfl_xor_sync(all, odd ? both.x : both.y, 1);
             if constexpr (ROWS == 1) sum += __shfl_xor_sync(all, sum, 2);
-            store(sum * (odd ? high : low), 0);
+            store(sum * (odd ? scales.y : scales.x), 0);
         }
-        scores += GROUPS * PAGE;
+        at += GROUPS * PAGE;
         visible -= GROUPS * PAGE;
     }
 };
@@ -270,21 +292,19 @@ struct Cursor {
     unsigned parity;
 
     __device__ __forceinline__ int poll() const { return barrier_poll(shared + FULL + stage * 8, parity); }
-    // `ready`: what `poll` said earlier, when asking cost nothing. The copies were ordinary writes; the tensor cores read through
-    // another proxy.
+    // `ready`: what `poll` said earlier, when asking cost nothing.
     __device__ __forceinline__ void wait(int ready) const {
         if (!ready) barrier_wait(shared + FULL + stage * 8, parity);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __device__ __forceinline__ u64 keys() const { return swizzled_rows(shared + KEYS + stage * KEY_BYTES); }
     // Of this thread's two keys.
-    __device__ __forceinline__ void scales(float& low, float& high) const {
+    __device__ __forceinline__ float2 scales() const {
         const unsigned at = shared + SCALES + stage * SCALE_BYTES + ((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7)) * 4;
-        low = load_shared(at), high = load_shared(at + 32);
+        return {load_shared(at), load_shared(at + 32)};
     }
     __device__ __forceinline__ void release() const {
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) barrier_arrive(shared + EMPTY + stage * 8);
+        barrier_arrive_once(shared + EMPTY + stage * 8);
     }
     __device__ __forceinline__ void advance() {
         stage += GROUPS;
@@ -292,28 +312,21 @@ struct Cursor {
     }
 };
 
-// Which tiles of a window a group finishes, and where their scores go.
-struct Run {
-    float* scores;
-    int stride, position, count;
-};
-
 // A window in one part.
 template <int ROWS> __device__ __forceinline__ void consume(Cursor& cursor, const Run& run) {
     const u64 right = swizzled_rows(cursor.shared);
     Part<ROWS, true> part;
-    part.load(cursor.shared, 0, run.scores, run.stride, run.position);
+    part.load(cursor.shared, 0, run);
     float products[ROWS * 16];
     for (int left = run.count; left > 0; left--) {
         cursor.wait(0);
         issue<ROWS>(products, cursor.keys(), right);
-        float low, high;
-        cursor.scales(low, high);
+        const float2 scales = cursor.scales();
         multiply_wait<0>();
         hold(products);
         cursor.release();
         cursor.advance();
-        part.finish(products, low, high);
+        part.finish(products, scales);
     }
 }
 
@@ -323,10 +336,9 @@ template <int SECOND> __device__ __forceinline__ void consume_two(Cursor& cursor
     const u64 right0 = swizzled_rows(cursor.shared), right1 = right0 + (4 * HEADS * WIDTH >> 4);
     Part<4, true> part0;
     Part<SECOND, SECOND < 4> part1;
-    part0.load(cursor.shared, 0, run.scores, run.stride, run.position);
-    part1.load(cursor.shared, 4, run.scores, run.stride, run.position);
+    part0.load(cursor.shared, 0, run);
+    part1.load(cursor.shared, 4, run);
     float products0[64], products1[SECOND * 16];
-    float low, high;
     cursor.wait(0);
     issue<4>(products0, cursor.keys(), right0);
     issue<SECOND>(products1, cursor.keys(), right1);
@@ -334,85 +346,85 @@ template <int SECOND> __device__ __forceinline__ void consume_two(Cursor& cursor
         Cursor next = cursor;
         next.advance();
         const int ready = next.poll();
-        cursor.scales(low, high);
         multiply_wait<1>();
         hold(products0);
-        part0.finish(products0, low, high);
+        part0.finish(products0, cursor.scales());
         next.wait(ready);
         issue<4>(products0, next.keys(), right0);
         multiply_wait<1>();
         hold(products1);
+        part1.finish(products1, cursor.scales());
         cursor.release();
-        part1.finish(products1, low, high);
         issue<SECOND>(products1, next.keys(), right1);
         cursor = next;
     }
-    cursor.scales(low, high);
     multiply_wait<1>();
     hold(products0);
-    part0.finish(products0, low, high);
+    part0.finish(products0, cursor.scales());
     multiply_wait<0>();
     hold(products1);
+    part1.finish(products1, cursor.scales());
     cursor.release();
     cursor.advance();
-    part1.finish(products1, low, high);
 }
 
-__device__ __forceinline__ void consume_all(const Call& call, byte* memory, int2 words) {
-    const int group = threadIdx.x >> 7, stride = call.table_width * PAGE;
+__device__ __forceinline__ void consume_all(const Call& call, byte* memory, Segment segment, int next, int tiles) {
+    const int group = threadIdx.x >> 7;
     const unsigned shared = shared_address(memory);
-    Segment segment = first_segment(words);
-    int index = 0, tile = 0;
+    int tile = 0;
     Cursor cursor = {shared, group, 0};
     while (segment.count > 0) {
         stage_window(call, segment, memory);
         // Kept here rather than in registers, of which the loops below need all.
-        if (threadIdx.x == 0) *(int2*)(memory + BEHIND) = {index + 1, tile + segment.count};
+        if (threadIdx.x == 0) *(int4*)(memory + BEHIND) = {next + 1, tile + segment.count, tiles, 0};
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         consumers_meet();
         // Tiles go to the groups in turn, over the whole block's run.
         const int skipped = (tile + group) & 1;
-        const Run run = {call.scores + (u64)segment.row * stride, stride, (segment.first + skipped) * PAGE,
+        const Run run = {call.scores, (unsigned)segment.row, (unsigned)call.table_width * PAGE, (segment.first + skipped) * PAGE,
                          (segment.count - skipped + 1) >> 1};
         if (segment.rows == 1) consume<1>(cursor, run);
         else if (segment.rows == 2) consume<2>(cursor, run);
         else if (segment.rows <= 4) consume<4>(cursor, run);
         else if (segment.rows <= 6) consume_two<2>(cursor, run);
         else consume_two<4>(cursor, run);
-        int2 rest;  // the window after the record's, and tiles in all
-        asm volatile("ld.global.nc.v2.s32 {%0, %1}, [%2];" : "=r"(rest.x), "=r"(rest.y) : "l"(call.record + 6));
-        index = __float_as_int(load_shared(shared + BEHIND)), tile = __float_as_int(load_shared(shared + BEHIND + 4));
-        if (tile == rest.y) return;
-        segment = window_after(call.windows, rest.x + index - 1, rest.y - tile);
+        const uint4 behind = load_shared_16(shared + BEHIND);
+        next = behind.x, tile = behind.y, tiles = behind.z;
+        if (tile == tiles) return;
+        segment = window_after(call.windows, next - 1, tiles - tile);
         consumers_meet();  // nobody still reads the queries of the window before
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-index_scores(const byte* q, const float* gates, const byte* cache, int num_pages, const int* page_table, int table_width,
+index_scores(const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap scale_map, const byte* q, const float* gates, const int* page_table, int table_width,
              const int* lengths, const int* plan, float* scores) {
     extern __shared__ __align__(1024) byte memory[];
     const unsigned shared = shared_address(memory);
-    const Call call = {q, gates, cache, num_pages, page_table, table_width, lengths, plan + blockIdx.x * RECORD,
+    const Call call = {q, gates, &key_map, &scale_map, page_table, table_width, lengths, plan + blockIdx.x * RECORD,
                        (const int4*)(plan + gridDim.x * RECORD), scores};
     // A warp makes its barriers one after the other, so every warp makes some.
-    if (threadIdx.x % 32 == 0) {
+    if (lane_of_thread() == 0) {
         for (int i = threadIdx.x / 32; i < 2 * STAGES; i += THREADS / 32)
-            barrier_init(shared + FULL + i * 8, i < STAGES ? 32 : 4);  // a producer warp; the four warps of the group that takes the stage
+            barrier_init(shared + FULL + i * 8, i < STAGES ? 1 : 4);  // the producer; the four warps of the group that takes the stage
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (threadIdx.x == CONSUMERS) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&scale_map) : "memory");
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    int2 words;  // asked for before the barrier
-    asm volatile("ld.global.nc.v2.s32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y)
-                 : "l"((const int2*)call.record + (threadIdx.x & 31)));
+    int4 head, tail;  // asked for before the barrier
+    asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(head.x), "=r"(head.y), "=r"(head.z), "=r"(head.w) : "l"(call.record));
+    asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(tail.x), "=r"(tail.y), "=r"(tail.z), "=r"(tail.w) : "l"(call.record + 4));
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        produce(call, shared, words);
+        if (threadIdx.x < CONSUMERS + 32) produce(call, shared, {head.x, head.y, head.z, head.w, tail.x}, tail.z, tail.w);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume_all(call, memory, words);
+        consume_all(call, memory, {head.x, head.y, head.z, head.w, tail.x}, tail.z, tail.w);
     }
 }
 
@@ -420,7 +432,7 @@ index_scores(const byte* q, const float* gates, const byte* cache, int num_pages
 // The plan: rows of one request that stand together make windows of up to eight; their pages, end to end, are cut into one run
 // per block of `index_scores`. Once per forward, one block.
 //
-// plan: blocks records of 64 words {row, rows, request, first page; pages, -, next window, tiles in all; 56 page ids}, then one
+// plan: blocks records of 40 words {row, rows, request, first page; pages, -, next window, tiles in all; 32 page ids}, then one
 // int4 per window {row | rows << 24, request, pages, first tile}.
 
 constexpr int PLANNERS = 1024;
@@ -482,7 +494,7 @@ plan_scores(const int* page_table, int table_width, const int* request, const in
         int* record = plan + block * RECORD;
         const int lane = threadIdx.x & 31;
         if (begin == stop) {
-            if (lane < 8) record[lane] = 0;
+            if (lane < HEADER) record[lane] = 0;
             continue;
         }
         int low = 0, high = num_windows;  // the last window that starts at or before `begin`
@@ -496,7 +508,6 @@ plan_scores(const int* page_table, int table_width, const int* request, const in
             ((int4*)record)[0] = {window.x & 0xFFFFFF, window.x >> 24, window.y, first};
             ((int4*)record)[1] = {count, 0, low + 1, stop - begin};
         }
-        for (int i = lane; i < min(count, LISTED); i += 32)
-            record[8 + i] = __ldg(page_table + (u64)window.y * table_width + first + i);
+        record[HEADER + lane] = lane < count ? __ldg(page_table + (u64)window.y * table_width + first + lane) : -1;
     }
 }

@@ -2,7 +2,7 @@
 """Index scores on Hopper: the kernel in `sm90.cu` and the plan it walks by.
 
 Owns the choice between the kernel and the reference, the launch and the plan's memory. Knows nothing of selection.
-Imported by `bind` on an sm90 target.
+Imported by `bind` on an sm90 target. Nothing here reads a value on the host or copies one to the device.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from legato.ops.build import Kernel, Launch, Source
-from legato.ops.cache.layout import INDEX_PAGE_BYTES, INDEX_WIDTH, PAGE
+from legato.ops.build import Kernel, Launch, Source, TensorMapDescriptor, tensor_map
+from legato.ops.cache.layout import INDEX_KEY_BYTES, INDEX_PAGE_BYTES, INDEX_WIDTH, PAGE
 from legato.ops.score import index_scores
 
 HEADS = 32
 #: Rows of one request that share a reading of its keys.
 WINDOW = 8
-#: Pages in flight per block: 20 of 8448 bytes, beside 32 KiB of queries, fill the shared memory of an SM.
-STAGES = 20
+#: Pages of 8448 bytes in flight per block. More are no faster, and their barriers take time to make.
+STAGES = 12
 #: Words of the plan per block, and per row (at most one window each).
-RECORD_WORDS, WINDOW_WORDS = 64, 4
+RECORD_WORDS, WINDOW_WORDS = 40, 4
 #: Two warpgroups that multiply and one that loads.
 _THREADS = 384
-#: As laid out in `sm90.cu`: queries, stages, lengths, progress, gates (padded by 4) and two barriers per stage.
+#: As laid out in `sm90.cu`: queries, stages, lengths, progress, gates (padded by 4), two barriers per stage, page ids.
 _SHARED_BYTES = (
-    WINDOW * HEADS * INDEX_WIDTH + STAGES * (INDEX_PAGE_BYTES + 16) + WINDOW * 4 + 16 + WINDOW * (HEADS + 4) * 4
+    WINDOW * HEADS * INDEX_WIDTH + STAGES * (INDEX_PAGE_BYTES + 16) + WINDOW * 4 + 16 + WINDOW * (HEADS + 4) * 4 + 512
 )
 
 _SOURCE = Source(Path(__file__).with_name("sm90.cu"), defines={"STAGES": STAGES})
@@ -42,6 +42,34 @@ def _launch(device: torch.device) -> Launch:
     """One block per SM."""
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     return Launch(grid=(blocks,), block=(_THREADS,), shared_bytes=_SHARED_BYTES, programmatic=True)
+
+
+class _Maps:
+    """What the copy engine must know of index caches: their keys in swizzled rows, and their scales. Kept by address and
+    size, since making one takes the host longer than a launch."""
+
+    _MOST = 1024
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int, int], tuple[TensorMapDescriptor, TensorMapDescriptor]] = {}
+
+    def of(self, cache: Tensor) -> tuple[TensorMapDescriptor, TensorMapDescriptor]:
+        key = (cache.data_ptr(), cache.shape[0], cache.get_device())
+        found = self._held.get(key)
+        if found is None:
+            if len(self._held) >= self._MOST:
+                self._held.clear()
+            pages, words = cache.shape[0], cache.view(torch.float32)
+            keys = cache.as_strided((pages, PAGE, INDEX_WIDTH), (INDEX_PAGE_BYTES, INDEX_WIDTH, 1))
+            scales = words.as_strided(
+                (pages, PAGE), (INDEX_PAGE_BYTES // 4, 1), words.storage_offset() + INDEX_KEY_BYTES // 4
+            )
+            found = tensor_map(keys, (1, PAGE, INDEX_WIDTH), swizzle=128), tensor_map(scales, (1, PAGE))
+            self._held[key] = found
+        return found
+
+
+_MAPS = _Maps()
 
 
 def plan_scores(page_table: Tensor, request: Tensor, lengths: Tensor) -> Tensor:
@@ -79,19 +107,22 @@ def index_scores_sm90(
 ) -> Tensor:
     """The scores by `sm90.cu` where it `serves`, otherwise by the reference.
 
-    Raises ValueError for an argument of another type than the contract's, or one with gaps. Writes -inf from a row's
-    length to the end of the last page that its window sees, and nothing beyond.
+    Raises ValueError for an argument of another type than the contract's, one with gaps, or more scores than 2^32 - 1.
+    Writes -inf from a row's length to the end of the last page that its window sees, and nothing beyond.
     """
     if not serves(q, cache):
         return index_scores.reference(q, gates, cache, page_table, request, lengths)
     for tensor, dtype, name in ((q, q.dtype, "q"), (gates, torch.float32, "gates"), (cache, torch.uint8, "cache")):
         _check(tensor, dtype, name)
-    width = page_table.shape[1]
-    scores = torch.empty(q.shape[0], width * PAGE, dtype=torch.float32, device=q.device)
-    if q.shape[0]:
+    rows, width = q.shape[0], page_table.shape[1]
+    if rows * width * PAGE >= 1 << 32:
+        raise ValueError(
+            f"index_scores: {rows} rows of {width * PAGE} scores are more than 2^32 - 1; score fewer rows at a time"
+        )
+    scores = torch.empty(rows, width * PAGE, dtype=torch.float32, device=q.device)
+    if rows:
         plan = plan_scores(page_table, request, lengths) if plan is None else plan
-        arguments = q, gates, cache, cache.shape[0], page_table, width, lengths, plan, scores
-        SCORES(_launch(q.device), *arguments)
+        SCORES(_launch(q.device), *_MAPS.of(cache), q, gates, page_table, width, lengths, plan, scores)
     return scores
 
 

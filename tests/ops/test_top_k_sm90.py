@@ -3,6 +3,7 @@ the launch gets the arguments that the source declares. With one: hard rows, rep
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 
 from legato.ops import build, top_k
 from legato.ops.case import Draw
-from legato.ops.select import sm90, torch_topk
+from legato.ops.select import cluster_topk, sm90, torch_topk
 from legato.ops.select.adversarial import adversarial_rows
 
 try:
@@ -26,18 +27,29 @@ gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def test_the_source_compiles_without_spills() -> None:
-    used = sm90.KERNEL.usage("sm_90a")
-    assert used.registers <= 64 and used.spill_store_bytes == used.spill_load_bytes == used.stack_bytes == 0
+@pytest.mark.parametrize(
+    "form", [sm90.SPARSE, sm90.DENSE, sm90.MANY], ids=lambda form: f"{form.threads} threads, {form.resident}"
+)
+def test_the_source_compiles(form: sm90.Form) -> None:
+    """As many blocks fit as the form says, and hardly anything is spilled for it."""
+    used = sm90.kernel(form).usage("sm_90a")
+    assert used.registers * form.threads * form.resident <= 65536
+    assert used.spill_store_bytes <= 40 and used.spill_load_bytes <= 120
+
+
+def test_the_baseline_compiles_without_spills() -> None:
+    used = cluster_topk.KERNEL.usage("sm_90a")
+    assert used.registers <= 32 and used.spill_store_bytes == used.stack_bytes == 0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6, 8, 9, 31, 32, 33, 64, 66, 67, 128, 132, 133, 1000])
 @pytest.mark.parametrize("width", [1, 64, 513, 4096, 81920, 131072, 131073, 1 << 20, 1 << 23])
 def test_how_launches_are_cut(rows: int, width: int) -> None:
     cut = sm90.cut(rows, width, 132)
-    assert cut.blocks in (1, 2, 4, 8, 16) and (cut.blocks == 1 or rows * cut.blocks <= 132)
-    assert sm90.EXHAUSTIVE_BYTES <= cut.shared_bytes <= 227 * 1024
-    assert cut.blocks == 1 or width > 256 * cut.blocks
+    assert cut.blocks in (1, 2, 4, 8, 16) and (cut.blocks == 1 or rows * cut.blocks <= 528)
+    assert cut.form.exhaustive_bytes <= cut.shared_bytes <= 227 * 1024
+    assert cut.blocks == 1 or width > sm90.SHARE * cut.blocks // 2
+    assert rows * cut.blocks <= 132 or cut.shared_bytes <= 113 * 1024
 
 
 def arguments(width: int = 640, rows: int = 3) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
@@ -65,24 +77,25 @@ def test_shapes_are_known_without_running() -> None:
 
 def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(sm90, "KERNEL", lambda how, *given: calls.append((how, given)))
+    monkeypatch.setattr(sm90, "kernel", lambda form: lambda how, *given: calls.append((how, given)))
     monkeypatch.setattr(sm90, "_processors", lambda device: 132)
     scores, lengths, k, table, request = arguments(width=81920, rows=6)
     slots, counts = sm90._select._init_fn(scores, lengths, k, table, request)
     (how, given) = calls[0]
-    declared = re.search(r"top_k\((const float\*.*?)(?: PROFILE_PARAMETER)?\) \{", sm90.SOURCE.path.read_text(), re.S)
+    source = Path(sm90.__file__).with_name("top_k.cu").read_text()
+    declared = re.search(r"top_k\((const float\*.*?)(?: PROFILE_PARAMETER)?\) \{", source, re.S)
     names = [part.split()[-1] for part in declared[1].split(",")]
     passed = dict(zip(names, given, strict=True))
     assert passed["scores"] is scores and passed["lengths"] is lengths and passed["slots"] is slots
     assert passed["page_table"] is table and passed["request"] is request and passed["counts"] is counts
     assert (passed["stride"], passed["table_stride"], passed["k"]) == (81920, 1280, 64)
     assert 1 << passed["cluster_bits"] == how.cluster[0] and how.grid == (6 * how.cluster[0],)
-    assert passed["memory_bytes"] == how.shared_bytes
+    assert passed["memory_bytes"] == how.shared_bytes and passed["share"] == sm90.SHARE
 
 
 def test_rows_that_the_loads_cannot_start_at_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(sm90, "KERNEL", lambda how, *given: calls.append(given))
+    monkeypatch.setattr(sm90, "kernel", lambda form: lambda how, *given: calls.append(given))
     monkeypatch.setattr(sm90, "_processors", lambda device: 132)
     _, lengths, k, table, request = arguments(width=322)
     for scores in (torch.randn(3, 322), torch.randn(3, 1000)[:, 1:323], torch.randn(322, 3).t()):
@@ -124,6 +137,48 @@ def test_hard_rows(width: int, rows: int) -> None:
             given = scores[some], lengths[some], k, table, request[some]
             for ours, theirs in zip(sm90.top_k_sm90(*given), top_k.reference(*given)):
                 assert torch.equal(ours, theirs)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 6, 20, 66, 132])
+def test_short_rows_of_wide_tables(rows: int) -> None:
+    """As in the engine's graphs: the launch is cut for the widest row, how many blocks work is decided by the length."""
+    width = 1 << 18
+    draw = Draw(torch.Generator("cuda").manual_seed(rows), torch.device("cuda"))
+    scores, table = draw.normal(rows, width), draw.distinct(width // 64, width // 64).view(1, -1)
+    request = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    for longest in (1, 2048, 2049, 4095, 8192, 20000, 70000, width):
+        lengths = (longest - torch.arange(rows, dtype=torch.int32, device="cuda") % 7).clamp_min(0)
+        lengths[rows // 2] = max(longest // 2, 0)
+        given = scores, lengths, 2048, table, request
+        for ours, theirs in zip(sm90.top_k_sm90(*given), top_k.reference(*given)):
+            assert torch.equal(ours, theirs), longest
+
+
+@gpu
+@needs_gpu
+def test_all_equal_rows_as_long_as_a_count_of_sixteen_bits_is_wide() -> None:
+    """The blocks' counts of a bin travel in half words."""
+    for width in (65535, 65536, 65600, 131072):
+        scores = torch.ones(2, -(-width // 64) * 64, device="cuda")
+        scores[1, 1::2] = 2.0
+        table = torch.arange(-(-width // 64), dtype=torch.int32, device="cuda").view(1, -1)
+        lengths, request = (torch.full((2,), value, dtype=torch.int32, device="cuda") for value in (width, 0))
+        given = scores, lengths, 2048, table, request
+        assert torch.equal(sm90.top_k_sm90(*given)[0], top_k.reference(*given)[0]), width
+
+
+@gpu
+@needs_gpu
+def test_the_baseline_chooses_what_the_reference_does() -> None:
+    draw = Draw(torch.Generator("cuda").manual_seed(0), torch.device("cuda"))
+    for width in (64, 2048, 2304, 8192, 81920):
+        scores, table = draw.normal(6, width), draw.distinct(width // 64, width // 64).view(1, -1)
+        lengths, request = (torch.full((6,), value, dtype=torch.int32, device="cuda") for value in (width, 0))
+        given = scores, lengths, 2048, table, request
+        found, expected = cluster_topk.top_k_in_clusters(*given), top_k.reference(*given)
+        assert torch.equal(found[0].sort(1).values, expected[0].sort(1).values) and torch.equal(found[1], expected[1])
 
 
 @gpu

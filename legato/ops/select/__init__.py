@@ -55,9 +55,15 @@ def _longest(scores: Tensor, lengths: Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
 
 
-def _case(rows: int, k: int, longest: int, ties: int, on: Where = "any") -> Case:
-    """Scores with about `ties` equal values each (the ReLU sum makes exact zeros common), rows of staggered lengths."""
-    pages = -(-longest // PAGE)
+def _as_sets(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Slots in ascending order: what is compared where baselines run that leave them in no order."""
+    return outputs[0].sort(1).values, outputs[1]
+
+
+def _case(rows: int, k: int, longest: int, ties: int, on: Where = "any", wide: int = 0) -> Case:
+    """Scores with about `ties` equal values each (the ReLU sum makes exact zeros common), rows of staggered lengths.
+    `wide`: the width of scores and table, where it is more than the longest row, as in the engine's graphs."""
+    pages = -(-max(longest, wide) // PAGE)
 
     def make(draw: Draw) -> tuple[Any, ...]:
         scores = draw.normal(rows, pages * PAGE)
@@ -67,8 +73,9 @@ def _case(rows: int, k: int, longest: int, ties: int, on: Where = "any") -> Case
         table = draw.distinct(2 * pages, 2 * pages).view(2, pages)
         return scores, lengths.clamp_min(0), k, table, draw.integers(rows, low=0, high=2)
 
-    name = f"top_k rows={rows} k={k} length={longest} ties={ties}"
-    return Case(top_k, name, make, EXACT, bytes=rows * (longest * 4 + k * 8), on=on)
+    name = f"top_k rows={rows} k={k} length={longest} ties={ties}" + (f" width={wide}" if wide else "")
+    measured = {"defined": _as_sets} if on == "gpu" and ties == 1 else {}
+    return Case(top_k, name, make, EXACT, bytes=rows * (longest * 4 + k * 8), on=on, **measured)
 
 
 def _adversarial(width: int, k: int, on: Where = "any") -> Case:
@@ -100,22 +107,22 @@ def _mixed(lengths: tuple[int, ...], k: int, on: Where = "any") -> Case:
     return Case(top_k, name, make, EXACT, bytes=sum(lengths) * 4 + len(lengths) * k * 8, on=on)
 
 
-#: Rows, and the lengths at which selection is measured.
-_MEASURED = {
-    1: (16384, 65536, 81920, 262144, 1048576),
-    6: (16384, 65536, 81920, 262144, 1048576),
-    32: (4096, 16384, 65536, 81920, 131072, 262144, 1048576),
-    128: (4096, 16384, 65536, 81920, 131072),
-}
+#: Rows, and the lengths at which selection is measured; those of the figure of latency over length.
+_LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536, 81920, 131072, 262144, 524288, 1048576)
+_MEASURED = {1: _LENGTHS, 6: _LENGTHS, 32: _LENGTHS, 128: _LENGTHS}
+#: The longest context of the tables that a decode graph holds.
+_WIDE = 1 << 20
 
 CASES = (
     *(_case(rows, 256, longest, ties) for rows in (1, 6) for longest in (100, 256, 257, 1000) for ties in (1, 20)),
     _case(6, 64, 67, 4),
-    _case(1, 2048, 4096, 1),
+    _case(2, 2048, 4096, 1),
     _adversarial(700, 64),
     _mixed((0, 1, 63, 64, 65, 66, 255, 256, 257, 1000), 64),
-    *(_case(6, 2048, longest, ties, "gpu") for longest in (4096, 32768, 131072) for ties in (1, 3000)),
+    *(_case(6, 2048, longest, 3000, "gpu") for longest in (4096, 32768, 131072)),
     *(_case(rows, 2048, longest, 1, "gpu") for rows, lengths in _MEASURED.items() for longest in lengths),
+    *(_case(rows, 2048, longest, 1, "gpu", _WIDE) for rows in (6, 12, 24, 48, 96) for longest in (2048, 8192)),
+    *(_case(6, 2048, longest, 1, "gpu", _WIDE) for longest in (32768, 131072)),
     *(_adversarial(width, 2048, "gpu") for width in (2111, 4099, 20002, 81919, 300001)),
     _mixed((0, 1, 63, 64, 65, 2047, 2048, 2049, 2050, 8191, 81920, 1048576), 2048, "gpu"),
 )

@@ -1,8 +1,9 @@
 # pyright: basic
 """Selection on Hopper: one launch of `top_k.cu` for rows of any lengths, driven by the lengths on the device.
 
-Owns the choice of how many thread blocks share a row, from what the host knows (rows and width), and the registration
-with PyTorch. Must not read a tensor's values. Imported by `bind` only.
+Owns the choice of how many thread blocks may share a row, from what the host knows (rows and width), and the registration
+with PyTorch. Must not read a tensor's values: how many of them do is decided on the device, from the row's length. Imported
+by `bind` only.
 """
 
 from __future__ import annotations
@@ -18,28 +19,59 @@ from torch.nn import functional
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.select import top_k
 
-THREADS = 512
-#: Bytes at the start of the shared memory that each way of `top_k.cu` keeps its counters in; the source checks them.
-QUICK_BYTES, EXHAUSTIVE_BYTES = 26 * 1024, 76 * 1024
+#: Bytes at the start of the shared memory that the quick way of `top_k.cu` keeps its counters in; the source checks them.
+QUICK_BYTES = 16 * 1024
 _MOST_BYTES = 227 * 1024
 #: Two blocks share a multiprocessor up to this size, and do not from the next kilobyte on.
 _HALF_BYTES = 113 * 1024
 #: The last digit of a position is 11 bits, the one before it at most 12: see the exhaustive way.
 _MOST_SCORES = 1 << 23
-#: Rows no longer than this are chosen by one block, whatever the cluster: two hops cost more than they save.
-_ALONE = 2048
+#: As many blocks share a row as have so many scores each: more would wait for one another longer than they read.
+SHARE = 2048
+#: Width from which on many rows are worth twice as many warps for each.
+_WIDE = 1 << 18
 
-SOURCE = Source(
-    Path(__file__).with_name("top_k.cu"),
-    {"THREADS": THREADS, "QUICK_BYTES": QUICK_BYTES, "SHARED_BYTES": EXHAUSTIVE_BYTES},
-)
-KERNEL = Kernel(SOURCE, "top_k", shared_bytes=_MOST_BYTES, non_portable_cluster=True)
+
+@dataclass(frozen=True)
+class Form:
+    """One compilation of `top_k.cu`: threads of a block, blocks that a multiprocessor must hold, lines of 128 scores that
+    a warp keeps in registers from first to last, and bytes of the exhaustive way's counters."""
+
+    threads: int
+    resident: int
+    short_lines: int
+    exhaustive_bytes: int
+
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
+
+
+#: A multiprocessor for every block; two blocks on one; many long rows.
+SPARSE, DENSE, MANY = Form(512, 1, 2, 76 * 1024), Form(512, 2, 1, 76 * 1024), Form(1024, 1, 1, 92 * 1024)
+
+
+@cache
+def kernel(form: Form) -> Kernel:
+    """The kernel of a form."""
+    source = Source(
+        Path(__file__).with_name("top_k.cu"),
+        {
+            "THREADS": form.threads,
+            "RESIDENT": form.resident,
+            "SHORT_LINES": form.short_lines,
+            "QUICK_BYTES": QUICK_BYTES,
+            "SHARED_BYTES": form.exhaustive_bytes,
+        },
+    )
+    return Kernel(source, "top_k", shared_bytes=_MOST_BYTES, non_portable_cluster=True)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch is cut: thread blocks that share a row (a power of two), and the shared memory of each."""
+    """How a launch is cut: its form, thread blocks that may share a row (a power of two), and the shared memory of each."""
 
+    form: Form
     blocks: int
     shared_bytes: int
 
@@ -48,21 +80,25 @@ class Cut:
 def cut(rows: int, width: int, processors: int) -> Cut:
     """The cut for `rows` rows of up to `width` scores on a device of so many multiprocessors.
 
-    As many blocks for a row as there are processors for them, but none with fewer than 512 scores; 16 only where the
-    row is long enough to pay for the wider exchange. Where every block can have a processor of its own, it asks for
-    more than half of its shared memory, so that it gets it; otherwise for less, so that two fit. Clusters need
-    neighbouring processors: with more than three quarters of them wanted, some clusters would wait for others to end.
+    As many blocks for a row as there are processors for them, but none with fewer than `SHARE` scores. Where the rows
+    alone take more than half of the processors, two for each, or four of long ones, of which the next begin as others
+    end. Where every block can have a processor of its own, it asks for more than half of its shared memory, so that it
+    gets it; otherwise for less, so that two fit. Clusters need neighbouring processors: with more than three quarters of
+    them wanted, some would wait for others to end.
     """
     blocks = 1
-    most = 16 if width > 131072 else 8
-    while blocks < most and 2 * blocks * rows <= processors and 512 * blocks < width:
+    while blocks < 16 and 2 * blocks * rows <= processors and SHARE * blocks < width:
         blocks *= 2
-    warps = THREADS // 32
-    listed = -(-width // (blocks * warps)) + 128
-    wanted = max(QUICK_BYTES + listed * warps * 8, EXHAUSTIVE_BYTES)
-    if rows * blocks <= (processors if blocks == 1 else processors * 3 // 4):
-        return Cut(blocks, min(max(wanted, _HALF_BYTES + 1024), _MOST_BYTES))
-    return Cut(blocks, min(wanted, _HALF_BYTES))
+    if blocks == 1 and processors // 2 < rows <= processors and width > 2 * SHARE:
+        if rows > processors * 3 // 4 and width >= _WIDE:
+            return Cut(MANY, 4, _HALF_BYTES)
+        blocks = 2
+    sparse = rows * blocks <= (processors if blocks == 1 else processors * 3 // 4)
+    form = SPARSE if sparse else DENSE
+    listed = -(-width // (blocks * form.warps)) + 128
+    wanted = max(QUICK_BYTES + listed * form.warps * 8, form.exhaustive_bytes)
+    least, most = (_HALF_BYTES + 1024, _MOST_BYTES) if sparse else (0, _HALF_BYTES)
+    return Cut(form, blocks, min(max(wanted, least), most))
 
 
 @cache
@@ -80,10 +116,10 @@ def _select(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request
     if scores.stride(1) != 1 or scores.stride(0) % 4 or scores.data_ptr() % 16:
         scores = functional.pad(scores, (0, -width % 4)).contiguous()
     how = cut(rows, width, _processors(scores.device))
-    KERNEL(
+    kernel(how.form)(
         Launch(
             grid=(rows * how.blocks,),
-            block=(THREADS,),
+            block=(how.form.threads,),
             cluster=(how.blocks,),
             shared_bytes=how.shared_bytes,
             programmatic=True,
@@ -99,7 +135,7 @@ def _select(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request
         k,
         how.blocks.bit_length() - 1,
         how.shared_bytes,
-        _ALONE,
+        SHARE,
     )
     return slots, counts
 

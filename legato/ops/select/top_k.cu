@@ -28,6 +28,15 @@ typedef unsigned short u16;
 #ifndef THREADS
 #define THREADS 512
 #endif
+#ifndef LINES  // of 128 scores that a warp has in flight
+#define LINES 4
+#endif
+#ifndef SHORT_LINES  // that stay in registers
+#define SHORT_LINES 1
+#endif
+#ifndef RESIDENT  // thread blocks that a multiprocessor must hold
+#define RESIDENT 2
+#endif
 
 constexpr int WARPS = THREADS / 32;
 constexpr int WARP_BITS = WARPS == 8 ? 3 : WARPS == 16 ? 4 : 5;
@@ -48,7 +57,15 @@ struct Found {
   u32 bin, above, count;
 };
 
+// What both ways keep at the start of the shared memory.
+struct Barriers {
+  u64 arrived[2];  // the quick way: the bins of all blocks, the boundary ranks of all blocks
+  u64 met;         // the exhaustive way: all blocks that share the row
+  u64 unused;
+};
+
 struct Shared {
+  Barriers barriers;
   u32 histogram[BINS];
   union {
     u32 total[BINS];
@@ -89,14 +106,12 @@ __device__ __forceinline__ u32 remote_load(u32 address) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
-__device__ __forceinline__ void cluster_arrive() {
-  __syncwarp();  // the barrier is asked for by whole warps
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void cluster_wait() {
   __syncwarp();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The warps that have bins meet.
+__device__ __forceinline__ void count_up(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ u32 add_all(u32 value) { return __reduce_add_sync(0xFFFFFFFFu, value); }
 
 // Descending order of a score as an ascending integer. x + 0.0f turns -0.0 into +0.0 and any NaN into 0x7FFFFFFF.
@@ -115,6 +130,16 @@ __device__ __forceinline__ float4 read4(const float* at, bool valid) {
       "@p ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
       : "l"(at), "r"(static_cast<u32>(valid)));
+  return v;
+}
+__device__ __forceinline__ float4 read4(const float* at) {
+  float4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
+  return v;
+}
+__device__ __forceinline__ float read1(const float* at) {
+  float v;
+  asm volatile("ld.global.nc.L1::no_allocate.f32 %0, [%1];" : "=f"(v) : "l"(at));
   return v;
 }
 __device__ __forceinline__ float read1(const float* at, bool valid) {
@@ -225,12 +250,37 @@ __device__ __forceinline__ void for_each(const Slice& w, const uint4* kept, cons
   }
 }
 
+// Blocks that share a row meet at a barrier of their own: the cluster's other blocks are gone.
+struct Meeting {
+  u32 barrier, blocks, arrivals, parity;
+
+  // What my block wrote before is there for whoever waits.
+  __device__ __forceinline__ void arrive() const {
+    __syncthreads();
+    if (threadIdx.x < blocks)
+      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(remote(barrier, threadIdx.x)), "r"(arrivals)
+                   : "memory");
+  }
+  __device__ __forceinline__ void wait() {
+    u32 done;
+    do {
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(barrier), "r"(parity)
+          : "memory");
+    } while (!done);
+    parity ^= 1;
+  }
+};
+
 struct Row {
   const float* scores;
   const int* table;
   int* out;
-  u32 length, k, rank, size, blocks;  // of the cluster: my rank, its size, and how many of its blocks have work
-  int block_bits;                     // log2(blocks)
+  u32 length, k, rank, blocks;  // my rank in the cluster, and how many of its blocks have work
+  int block_bits;               // log2(blocks)
+  u32 arrivals;                 // how often a block arrives at `met`, which was made for the whole cluster
   u32 block_first, block_steps;       // steps of my slice
 };
 
@@ -254,12 +304,13 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
   uint4* keys = reinterpret_cast<uint4*>(memory + SHARED_BYTES);
   const u32 kept_per_warp = (memory_bytes - SHARED_BYTES) / (WARPS * STEP * 4);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 length = r.length, k = r.k, rank = r.rank, size = r.size, blocks = r.blocks;
+  const u32 length = r.length, k = r.k, rank = r.rank, blocks = r.blocks;
   const u32 block_first = r.block_first, block_steps = r.block_steps;
   const int* table = r.table;
   int* out = r.out;
   const bool shared_row = blocks > 1;
-  const u32 parts = max(1u, WARPS / size);  // of the warps, for each block that they send to
+  Meeting meeting = {shared_address(&s.barriers.met), blocks, r.arrivals, 0};
+  const u32 parts = max(1u, WARPS >> r.block_bits);  // of the warps, for each block that they send to
   __syncthreads();  // the memory was the quick way's
   for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
     reinterpret_cast<uint4*>(s.histogram)[i] = make_uint4(0, 0, 0, 0);
@@ -269,7 +320,7 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
   if (threadIdx.x < 32) s.chosen_of_warp[threadIdx.x] = 0;
   if (threadIdx.x == 0) s.mine_count = s.last_count = s.before = s.first_bin = 0;
   __syncthreads();
-  if (shared_row) cluster_arrive();  // my counters are zero: others may add to them
+  if (shared_row) meeting.arrive();  // my counters are zero: others may add to them
 
   // ---- 1. the row
   Slice w = slice_of(r);
@@ -333,7 +384,7 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
       }
       if (threadIdx.x == 0) s.first_bin = 0;
       __syncthreads();
-      if (shared_row) cluster_arrive();
+      if (shared_row) meeting.arrive();
       const u32 old_order_shift = order_shift;
       u32 width;
       if (order_shift) {
@@ -358,16 +409,16 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
     if (shared_row) {
       find<BINS>(s, s.histogram, wanted, 0);  // nothing beyond the bin where I alone have enough can matter
       const u32 first = s.first_bin, last = s.found.bin;
-      cluster_wait();
-      for (u32 target = warp % size; target < size; target += WARPS) {
+      meeting.wait();
+      for (u32 target = warp % blocks; target < blocks; target += WARPS) {
         const u32 to = remote(shared_address(s.total), target);
-        for (u32 i = first + warp / size * 32 + lane; i <= last; i += parts * 32) {
+        for (u32 i = first + warp / blocks * 32 + lane; i <= last; i += parts * 32) {
           const u32 value = s.histogram[i];
           if (value) remote_add(to + i * 4, value);
         }
       }
-      cluster_arrive();
-      cluster_wait();
+      meeting.arrive();
+      meeting.wait();
       find<BINS>(s, s.total, wanted, 1);
     } else {
       find<BINS>(s, s.histogram, wanted, 1);
@@ -412,13 +463,13 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
   __syncthreads();
   if (shared_row) {
     const u32 block_above = add_all(lane < WARPS ? s.above_of_warp[lane] : 0);
-    for (u32 target = warp % size; target < size; target += WARPS) {
+    for (u32 target = warp % blocks; target < blocks; target += WARPS) {
       const u32 to = remote(shared_address(s.all + s.offset), target);
-      for (u32 i = warp / size * 32 + lane; i < s.mine_count; i += parts * 32) remote_store(to + i * 8, s.mine[i]);
+      for (u32 i = warp / blocks * 32 + lane; i < s.mine_count; i += parts * 32) remote_store(to + i * 8, s.mine[i]);
       if (lane == 0) remote_store(remote(shared_address(&s.above_of_block[rank]), target), block_above);
     }
-    cluster_arrive();
-    cluster_wait();
+    meeting.arrive();
+    meeting.wait();
   }
 
   // the k-th rank itself
@@ -496,43 +547,55 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
 
 // ---------------------------------------------------------------- the quick way
 
-constexpr int QUICK_BINS = 256;
+constexpr int QUICK_BITS = 8, QUICK_BINS = 1 << QUICK_BITS;
 constexpr int CROWD = 128;       // ranks of the boundary bin, over the whole row
-constexpr int BLOCK_CROWD = 128; // the same of one block: all of them may be in one
-constexpr int MOST_SAMPLES = 4;  // of a thread
 constexpr int GROUPS = 32;       // of samples
+constexpr int GROUP_BITS = 4;    // log2 of a group's samples, at most
+constexpr int SAMPLES = (GROUPS << GROUP_BITS) / THREADS > 1 ? (GROUPS << GROUP_BITS) / THREADS : 1;  // of a thread
+constexpr int SHORT = SHORT_LINES;         // lines of 128 scores that a warp of a short slice has at most: they stay in registers
+
+struct __align__(8) Listed {
+  float score;
+  u32 position;
+};
 
 struct Quick {
-  u64 arrived[2];  // mbarriers: the bins of all blocks, the boundary ranks of all blocks
+  Barriers barriers;
   u32 bins[QUICK_BINS];
-  uint4 total[QUICK_BINS / 8 + 1];  // two bins in a word; then one word that counts blocks whose lists are too short
+  uint4 total[MAX_CLUSTER][QUICK_BINS / 8];  // of each block: its bins, two in a word
+  u32 unsound[MAX_CLUSTER];                  // of each block: whether its bins cannot be trusted
   uint4 group[GROUPS / 4];
-  u64 crowd[CROWD];                   // the ranks in the boundary bin, block by block
-  u64 head[MAX_CLUSTER];              // of each block: ranks above the boundary bin << 32 | ranks in it
-  u64 sent[MAX_CLUSTER][BLOCK_CROWD]; // of each block: its ranks in the boundary bin
-  u64 mine[BLOCK_CROWD];
-  u32 warp_of_mine[CROWD];
+  u64 crowd[CROWD];         // the ranks in the boundary bin, block by block
+  u32 warp_of_mine[CROWD];  // of those that this block has, from 0: which of its warps has them
   u32 above_of_warp[32], chosen_of_warp[32];
-  u32 mine_count, too_short, before, listed;
-  float worst;       // the least score that is listed
-  u32 low, scale;    // orders map to bins
+  u32 mine_count, too_short, before;
+  u32 blocks_above, offset;  // in the blocks before mine: ranks above the boundary bin, and in it
+  float worst, top, scale;  // the least score that is listed; how scores map to bins
   u32 bin, count, wanted;
   u64 threshold;
+  Row row;  // for the exhaustive way, so that the quick one need not keep it in registers
   u32 pages[PAGES];
 };
+static_assert(SHORT <= LINES, "a short slice is in registers");
 static_assert(sizeof(Quick) <= QUICK_BYTES, "QUICK_BYTES is what the launch reserves before the lists");
 
 __device__ __forceinline__ void remote_arrive(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void async_add(u32 address, u32 value, u32 barrier) {
-  asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%0], %1, [%2];" ::"r"(address),
-               "r"(value), "r"(barrier)
-               : "memory");
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier, u32 times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 __device__ __forceinline__ void async_store(u32 address, u32 value, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(value),
                "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void async_store(u32 address, uint4 value, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
                : "memory");
 }
 __device__ __forceinline__ void async_store(u32 address, u64 value, u32 barrier) {
@@ -553,6 +616,7 @@ __device__ __forceinline__ void wait_for(u32 barrier) {
 
 struct Places {
   u32 high, low;
+  float beyond;  // how far the bins reach above the best sample, in ranges: few samples may all miss the chosen
 };
 
 // Which of the groups' bests, from 0, are beyond the k-th and before it, as good as always.
@@ -561,7 +625,11 @@ __device__ __forceinline__ Places places_of(float chosen_in_group) {
   const float share = 1.0f - exp2f(-1.442695f * chosen_in_group), mean = GROUPS * share;
   const float spread = __fsqrt_rn(mean * (1.0f - share));
   return {static_cast<u32>(min(GROUPS - 1.0f, ceilf(mean + 4.0f * spread))),
-          static_cast<u32>(max(0.0f, floorf(mean - 3.5f * spread) - 1.0f))};
+          static_cast<u32>(max(0.0f, floorf(mean - 3.5f * spread) - 1.0f)), mean < 4.0f ? 2.0f : 0.0f};
+}
+
+__device__ __forceinline__ float score_of(u32 order) {
+  return __uint_as_float(order < 0x80000000u ? order ^ 0x7FFFFFFFu : order);
 }
 
 // From the best of each group of samples: which scores to list, and how their orders map to bins. One warp.
@@ -578,52 +646,46 @@ __device__ __forceinline__ void cut(Quick& s, Places places, bool list_all) {
   const u32 high = __reduce_max_sync(0xFFFFFFFFu, place == places.high ? own | 31 : 0);
   const u32 low = __reduce_max_sync(0xFFFFFFFFu, place == places.low ? own & ~31u : 0);
   if (lane == 0) {
-    s.worst = list_all ? __int_as_float(0xFF800000) : __uint_as_float(high < 0x80000000u ? high ^ 0x7FFFFFFFu : high);
-    s.low = low;
-    s.scale = high - low < QUICK_BINS - 2
-                  ? 0
-                  : __float2uint_rz(__fdividef(4294967296.0f * (QUICK_BINS - 2), static_cast<float>(high - low) * 1.000001f + 1.0f));
+    const float least = score_of(min(high, 0xFFFFFFFEu)), best = score_of(low) + places.beyond * (score_of(low) - least);
+    s.worst = list_all ? __int_as_float(0xFF800000) : least;
+    s.top = best;
+    s.scale = best > least ? __fdividef(QUICK_BINS - 2.0f, best - least) : 1.0f;
   }
 }
 
 // The bin of the k-th among the summed bins, into s.bin, s.count (0xFFFFFFFF: none, or the lists cannot be trusted) and
-// s.wanted (its place in the bin). One warp.
-__device__ __forceinline__ void find_bin(Quick& s, bool packed, u32 k, u32 too_short) {
-  const u32 lane = threadIdx.x % 32;
-  u32 upto[8];  // counts up to each of my bins
-  if (packed) {
-    const uint4 words = s.total[lane];
-    upto[0] = words.x & 0xFFFF, upto[1] = words.x >> 16, upto[2] = words.y & 0xFFFF, upto[3] = words.y >> 16;
-    upto[4] = words.z & 0xFFFF, upto[5] = words.z >> 16, upto[6] = words.w & 0xFFFF, upto[7] = words.w >> 16;
-  } else {
-    const uint4* bins = reinterpret_cast<const uint4*>(s.bins);
-    const uint4 first = bins[2 * lane], second = bins[2 * lane + 1];
-    upto[0] = first.x, upto[1] = first.y, upto[2] = first.z, upto[3] = first.w;
-    upto[4] = second.x, upto[5] = second.y, upto[6] = second.z, upto[7] = second.w;
-  }
+// s.wanted (its place in the bin); and what the blocks before mine have up to there. A thread has one bin; all threads call.
+__device__ __forceinline__ void find_bin(Quick& s, u32 blocks, u32 rank, u32 k) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr u32 BIN_WARPS = QUICK_BINS / 32;
+  u32 count = 0, before = 0;  // in all blocks, in those before mine
+  if (warp < BIN_WARPS) {
+    if (blocks > 1) {
+      const u16* bins = reinterpret_cast<const u16*>(s.total) + threadIdx.x;
 #pragma unroll
-  for (int distance = 1; distance < 8; distance *= 2)
-#pragma unroll
-    for (int i = 7; i >= distance; i--) upto[i] += upto[i - distance];
-  u32 above = upto[7];
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const u32 other = __shfl_up_sync(0xFFFFFFFFu, above, distance);
-    if (lane >= distance) above += other;
-  }
-  if (lane == 31 && (above < k || too_short)) s.count = 0xFFFFFFFFu;
-  const u32 after = above;
-  above -= upto[7];
-  if (!too_short && above < k && after >= k) {
-    u32 passed = 0, last = above, next = after;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u32 reached = above + upto[i];
-      passed += reached < k;
-      last = max(last, reached < k ? reached : 0);
-      next = min(next, reached < k ? 0xFFFFFFFFu : reached);
+      for (u32 block = 0; block < MAX_CLUSTER; block++) {
+        const u32 more = block < blocks ? bins[block * QUICK_BINS] : 0;
+        count += more;
+        before += block < rank ? more : 0;
+      }
+    } else {
+      count = s.bins[threadIdx.x];
     }
-    s.bin = lane * 8 + passed, s.count = next - last, s.wanted = k - last;
+    u32 upto = count, before_upto = before;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const u32 other = __shfl_up_sync(0xFFFFFFFFu, upto, distance), other_before = __shfl_up_sync(0xFFFFFFFFu, before_upto, distance);
+      if (lane >= distance) upto += other, before_upto += other_before;
+    }
+    if (lane == 31) s.above_of_warp[warp] = upto, s.chosen_of_warp[warp] = before_upto;
+    count_up(BIN_WARPS * 32);
+    const bool unsound = blocks > 1 ? __any_sync(0xFFFFFFFFu, lane < blocks && s.unsound[lane]) : s.too_short;
+    const u32 warps_upto = lane < warp ? s.above_of_warp[lane] : 0, warps_before = lane < warp ? s.chosen_of_warp[lane] : 0;
+    upto += add_all(warps_upto), before_upto += add_all(warps_before);
+    if (!unsound && upto >= k && upto - count < k) {
+      s.bin = threadIdx.x, s.count = count, s.wanted = k - (upto - count);
+      s.blocks_above = before_upto - before, s.offset = before;
+    }
   }
 }
 
@@ -642,185 +704,199 @@ __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memo
   const u32 below_lane = (1u << lane) - 1;
   const bool shared_row = r.blocks > 1;
   const u32 list_length = (memory_bytes - QUICK_BYTES) / (WARPS * 8);
-  uint2* list = reinterpret_cast<uint2*>(memory + QUICK_BYTES) + warp * list_length;
+  Listed* list = reinterpret_cast<Listed*>(memory + QUICK_BYTES) + warp * list_length;
 
-  // ---- 1. the sample, and my first scores. A group is one lane of `group` samples, which lie all over the row.
+  // ---- 1. the sample, and my first scores. A group is one lane of the samples, which lie all over the row.
   const float portion = __fdividef(static_cast<float>(r.k), static_cast<float>(r.length));
   int group_bits = (__float_as_int(__fdividef(0.4f, portion)) >> 23) - 127;
-  group_bits = max(0, min(group_bits, WARP_BITS + 2));
-  float sampled[MOST_SAMPLES];
+  group_bits = max(0, min(group_bits, GROUP_BITS));
+  float sampled[SAMPLES];
 #pragma unroll
-  for (int i = 0; i < MOST_SAMPLES; i++) {
-    const u32 index = (i * WARPS + warp) * 32 + lane;
-    sampled[i] = read1(r.scores + __umulhi(index << (27 - group_bits), r.length), i * WARPS + warp < 1 << group_bits);
+  for (int i = 0; i < SAMPLES; i++) {
+    const u32 sample = threadIdx.x + i * THREADS;
+    sampled[i] = read1(r.scores + __umulhi(sample << (27 - group_bits), r.length), sample < static_cast<u32>(GROUPS << group_bits));
   }
-  // My part of the row: lines of 32 scores, one in each lane.
-  const u32 block_lines = min(r.block_steps * (STEP / 32), (r.length + 31) / 32 - r.block_first * (STEP / 32));
-  const u32 first_line = r.block_first * (STEP / 32) + block_lines * warp / WARPS;
-  const u32 num_lines = r.block_first * (STEP / 32) + block_lines * (warp + 1) / WARPS - first_line;
-  u32 position = first_line * 32 + lane;
-  const float* at = r.scores + position;
-  int left = static_cast<int>(min(r.length, (first_line + num_lines) * 32)) - static_cast<int>(position);
-  constexpr int AHEAD = 16;
-  float next[AHEAD];
+  const u32 block_start = r.block_first * STEP, block_end = min(r.length, (r.block_first + r.block_steps) * STEP);
+  const u32 block_length = max(block_end, block_start) - block_start;
+  // A warp has consecutive lines of 128 scores, a lane four consecutive ones of each. The lines of a short slice stay in
+  // registers; of a long one, what may be chosen is listed as the lines come in.
+  const bool is_short = r.block_steps <= SHORT * WARPS;
+  const u32 first_line = r.block_steps * warp / WARPS;
+  const int num_lines = r.block_steps * (warp + 1) / WARPS - first_line;
+  const u32 own_start = block_start + first_line * STEP + lane * 4;
+  const float* at = r.scores + own_start;
+  float held[4 * LINES];
+  auto read_line = [&](int into, int line) {
+    const float4 quad = read4(at + line * STEP, line < num_lines && own_start + line * STEP < block_end);
+    held[4 * into] = quad.x, held[4 * into + 1] = quad.y, held[4 * into + 2] = quad.z, held[4 * into + 3] = quad.w;
+  };
 #pragma unroll
-  for (int j = 0; j < AHEAD; j++) next[j] = read1(at + j * 32, j * 32 < left);
+  for (int j = 0; j < LINES; j++) read_line(j, j);
   const u32 first_page = r.block_first * (STEP / 64);
-  const u32 num_pages = min(r.block_steps * (STEP / 64), (r.length + 63) / 64 - first_page);
+  const u32 num_pages = (block_length + 63) / 64;
   const bool pages_kept = num_pages <= PAGES;
   if (pages_kept)
     for (u32 i = threadIdx.x; i < num_pages; i += THREADS) s.pages[i] = r.table[first_page + i];
-  if (cluster) cluster_wait();  // every block's counters are zero and its barriers are ready
-  if (warp < 1 << group_bits) {
-    u32 best = order_of(sampled[0]);
-#pragma unroll
-    for (int i = 1; i < MOST_SAMPLES; i++) best = min(best, order_of(sampled[i]));
-    atomicMin(reinterpret_cast<u32*>(s.group) + lane, best);
-  }
   const float chosen_in_group = portion * (1 << group_bits);
   const Places places = places_of(chosen_in_group);
+  if (cluster) cluster_wait();  // every block's barriers are ready
+#pragma unroll
+  for (int i = 0; i < SAMPLES; i++)
+    if (threadIdx.x + i * THREADS < static_cast<u32>(GROUPS << group_bits))
+      atomicMin(reinterpret_cast<u32*>(s.group) + lane, order_of(sampled[i]));
   __syncthreads();
   MARK(2)
   // Where a third or more is chosen all are listed: the sample's end would be too close to the k-th.
   if (warp == 0) cut(s, places, chosen_in_group > 0.41f);
   __syncthreads();
   MARK(3)
-  const float worst = s.worst;
-  const u32 low = s.low, scale = s.scale;
-  auto bin_of = [&](u32 order) -> u32 {
-    const u32 offset = order - low;
-    return order < low ? 0 : min(1 + (scale ? __umulhi(offset, scale) : offset), static_cast<u32>(QUICK_BINS - 1));
+  const float worst = s.worst, top = s.top, scale = s.scale;
+  // Never a lower bin for a lower score: each operation, and its rounding, keeps the order. The last addition leaves the
+  // nearest integer in the low bits. Not a number (from infinities) becomes bin 0.
+  auto bin_of = [&](float score) -> u32 {
+    const float bin = fminf(fmaxf(fmaf(top - score, scale, 1.0f), 0.0f), QUICK_BINS - 1.0f);
+    return __float_as_uint(bin + 8388608.0f) & (QUICK_BINS - 1);
   };
 
   // ---- 2. the row, once
-  u32 listed = 0;
-  for (u32 i = 0; i < num_lines; i += AHEAD) {
+  auto mask_tail = [&](int from, int line) {  // what lies beyond the row is nothing
 #pragma unroll
-    for (int j = 0; j < AHEAD; j++) {
-      const float score = next[j];
-      next[j] = read1(at + (AHEAD + j) * 32, (AHEAD + j) * 32 < left);
-      const bool take = score >= worst;
-      const u32 votes = __ballot_sync(0xFFFFFFFFu, take);
-      if (votes) {
-        const u32 place = listed + __popc(votes & below_lane);
-        if (take && place < list_length) list[place] = make_uint2(__float_as_uint(score), position + j * 32);
-        listed += __popc(votes);
+    for (int e = 0; e < 4; e++)
+      if (own_start + line * STEP + e >= block_end) held[4 * from + e] = __int_as_float(0x7FFFFFFF);
+  };
+  u32 listed = 0;
+  if (is_short) {
+#pragma unroll
+    for (int j = 0; j < SHORT; j++)
+      if (j < num_lines) {
+        if (own_start + j * STEP + 4 > block_end) mask_tail(j, j);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (held[4 * j + e] >= worst) atomicAdd(&s.bins[bin_of(held[4 * j + e])], 1);
+      }
+  } else {
+    auto list_line = [&](const float (&now)[4], u32 from) {
+      u32 votes[4], place = listed;
+#pragma unroll
+      for (int e = 0; e < 4; e++) votes[e] = __ballot_sync(0xFFFFFFFFu, now[e] >= worst);
+      if (!(votes[0] | votes[1] | votes[2] | votes[3])) return;
+#pragma unroll
+      for (int e = 0; e < 4; e++) place += __popc(votes[e] & below_lane), listed += __popc(votes[e]);
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (now[e] >= worst) {
+          if (place < list_length) list[place] = {now[e], from + e};
+          place++;
+        }
+    };
+    int i = 0;
+    // The last line of a row may be cut short; it is among the last ones, which are looked at more carefully.
+    for (; i + 2 * LINES < num_lines; i += LINES) {
+#pragma unroll
+      for (int j = 0; j < LINES; j++) {
+        const float now[4] = {held[4 * j], held[4 * j + 1], held[4 * j + 2], held[4 * j + 3]};
+        const float4 quad = read4(at + (i + j + LINES) * STEP);
+        held[4 * j] = quad.x, held[4 * j + 1] = quad.y, held[4 * j + 2] = quad.z, held[4 * j + 3] = quad.w;
+        list_line(now, own_start + (i + j) * STEP);
       }
     }
-    at += AHEAD * 32, position += AHEAD * 32, left -= AHEAD * 32;
-  }
-  __syncwarp();
-  if (lane == 0) atomicAdd(&s.listed, listed);
-  if (listed > list_length) {
-    s.too_short = 1;
-    listed = 0;
-  }
-  for (u32 i = lane; i < listed; i += 32) {
-    const u32 order = order_of(__uint_as_float(list[i].x));
-    list[i].x = order;
-    atomicAdd(&s.bins[bin_of(order)], 1);
+    for (; i < num_lines; i += LINES) {
+#pragma unroll
+      for (int j = 0; j < LINES; j++) {
+        if (i + j >= num_lines) break;
+        if (own_start + (i + j) * STEP + 4 > block_end) mask_tail(j, i + j);
+        const float now[4] = {held[4 * j], held[4 * j + 1], held[4 * j + 2], held[4 * j + 3]};
+        read_line(j, i + j + LINES);
+        list_line(now, own_start + (i + j) * STEP);
+      }
+    }
+    __syncwarp();
+    if (listed > list_length) {
+      s.too_short = 1;
+      listed = 0;
+    }
+#pragma unroll 2
+    for (u32 i = lane; i < listed; i += 32) atomicAdd(&s.bins[bin_of(list[i].score)], 1);
   }
   __syncthreads();
   MARK(4)
 
-  // ---- 3. the bin of the k-th. Each warp sends to one block (or each second one): all of it, or one of `parts` parts.
-  const u32 part = warp >> r.block_bits, parts = max(1, WARPS >> r.block_bits);
-  if (shared_row) {
-    for (u32 to = warp & (r.blocks - 1); to < r.blocks; to += WARPS) {
-      const u32 total = remote(shared_address(s.total), to), barrier = remote(shared_address(&s.arrived[0]), to);
-      u32 sent = 0;
-#pragma unroll 4
-      for (u32 i = part * 32 + lane; i < QUICK_BINS / 2; i += parts * 32) {
-        const uint2 pair = reinterpret_cast<const uint2*>(s.bins)[i];
-        const u32 word = pair.x | pair.y << 16;
-        if (word) async_add(total + i * 4, word, barrier);
-        sent += __popc(__ballot_sync(0xFFFFFFFFu, word != 0));
-      }
+  // ---- 3. the bin of the k-th. A warp sends the bins, two in a word, to each block whose number it has (modulo WARPS).
+  if (shared_row && warp < r.blocks) {
+    const uint4 first = reinterpret_cast<const uint4*>(s.bins)[2 * lane], second = reinterpret_cast<const uint4*>(s.bins)[2 * lane + 1];
+    const u32 most = max(max(max(first.x, first.y), max(first.z, first.w)), max(max(second.x, second.y), max(second.z, second.w)));
+    // Half a word must hold the sum of all blocks.
+    const u32 unsound = __any_sync(0xFFFFFFFFu, most > 0xFFFFu >> r.block_bits) || s.too_short;
+    for (u32 to = warp; to < r.blocks; to += WARPS) {
+      const u32 barrier = remote(shared_address(&s.barriers.arrived[0]), to);
+      async_store(remote(shared_address(&s.total[r.rank][lane]), to),
+                  make_uint4(first.x | first.y << 16, first.z | first.w << 16, second.x | second.y << 16, second.z | second.w << 16),
+                  barrier);
       if (lane == 0) {
-        // The halves of a word must hold the sums of all blocks.
-        const bool unsound = part == 0 && (s.too_short || s.listed > 0xFFFFu >> r.block_bits);
-        if (unsound) async_add(total + QUICK_BINS * 2, 1, barrier);
-        remote_arrive(barrier, (sent + unsound) * 4);
+        async_store(remote(shared_address(&s.unsound[r.rank]), to), unsound, barrier);
+        remote_arrive(barrier, QUICK_BINS * 2 + 4);
       }
     }
   }
-  if (warp == 0) {
-    if (shared_row) wait_for(shared_address(&s.arrived[0]));
-    MARK(5)
-    find_bin(s, shared_row, r.k, shared_row ? s.total[QUICK_BINS / 8].x : s.too_short);
-  }
+  if (shared_row) wait_for(shared_address(&s.barriers.arrived[0]));
+  MARK(5)
+  find_bin(s, r.blocks, r.rank, r.k);
   __syncthreads();
   MARK(6)
   const u32 bin = s.bin, count = s.count, wanted = s.wanted;
   if (count > CROWD) return false;
 
-  // ---- 4. the k-th
+  // ---- 4. the k-th. The ranks of its bin go to every block at once: the bins say how many are before mine.
+  const u32 offset = shared_row ? s.offset : 0;
+  if (shared_row && threadIdx.x == 0) expect(shared_address(&s.barriers.arrived[1]), count * 8);
   u32 num_above = 0;
-  for (u32 i = lane; i < listed; i += 32) {
-    const uint2 own = list[i];
-    const u32 its_bin = bin_of(own.x);
+  auto place = [&](float score, u32 its_position) {
+    const u32 its_bin = bin_of(score);
     num_above += its_bin < bin;
-    if (its_bin == bin) {
-      const u32 place = atomicAdd(&s.mine_count, 1);
-      (shared_row ? s.mine : s.crowd)[place] = static_cast<u64>(own.x) << 32 | own.y;
-      s.warp_of_mine[place] = warp;
+    if (its_bin != bin) return;
+    const u32 mine = atomicAdd(&s.mine_count, 1);
+    const u64 its_rank = static_cast<u64>(order_of(score)) << 32 | its_position;
+    s.warp_of_mine[mine] = warp;
+    if (!shared_row) {
+      s.crowd[mine] = its_rank;
+      return;
     }
+    const u32 to = shared_address(&s.crowd[offset + mine]), barrier = shared_address(&s.barriers.arrived[1]);
+    for (u32 block = 0; block < r.blocks; block++) async_store(remote(to, block), its_rank, remote(barrier, block));
+  };
+  if (is_short) {
+#pragma unroll
+    for (int j = 0; j < SHORT; j++)
+      if (j < num_lines)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (held[4 * j + e] >= worst) place(held[4 * j + e], own_start + j * STEP + e);
+  } else {
+#pragma unroll 2
+    for (u32 i = lane; i < listed; i += 32) place(list[i].score, list[i].position);
   }
   num_above = add_all(num_above);
-  if (lane == 0) s.above_of_warp[warp] = num_above;
+  if (lane == 0) s.above_of_warp[warp] = num_above, s.chosen_of_warp[warp] = 0;
   __syncthreads();
   MARK(7)
-  const u32 mine_count = s.mine_count;
-  u32 offset = 0, blocks_above = 0;
-  if (shared_row) {
-    const u32 block_above = add_all(lane < WARPS ? s.above_of_warp[lane] : 0);
-    for (u32 to = warp & (r.blocks - 1); to < r.blocks; to += WARPS) {
-      const u32 barrier = remote(shared_address(&s.arrived[1]), to), sent = remote(shared_address(s.sent[r.rank]), to);
-      u32 bytes = 0;
-      for (u32 i = part * 32; i < mine_count; i += parts * 32) {
-        if (i + lane < mine_count) async_store(sent + (i + lane) * 8, s.mine[i + lane], barrier);
-        bytes += min(32u, mine_count - i) * 8;
-      }
-      if (lane == 0) {
-        if (part == 0)
-          async_store(remote(shared_address(&s.head[r.rank]), to), static_cast<u64>(block_above) << 32 | mine_count, barrier);
-        remote_arrive(barrier, bytes + (part == 0) * 8);
-      }
-    }
-    wait_for(shared_address(&s.arrived[1]));
-    // The ranks of all blocks side by side; where mine are among them, and how many above the bin are before mine.
-    const u64 head = lane < r.blocks ? s.head[lane] : 0;
-    const u32 held = static_cast<u32>(head);
-    u32 upto = held;
-#pragma unroll
-    for (int distance = 1; distance < MAX_CLUSTER; distance *= 2) {
-      const u32 other = __shfl_up_sync(0xFFFFFFFFu, upto, distance);
-      if (lane >= distance) upto += other;
-    }
-    offset = __shfl_sync(0xFFFFFFFFu, upto - held, r.rank);
-    blocks_above = add_all(lane < r.rank ? static_cast<u32>(head >> 32) : 0);
-    for (u32 from = warp & (r.blocks - 1); from < r.blocks; from += WARPS) {
-      const u32 its_offset = __shfl_sync(0xFFFFFFFFu, upto - held, from), its_count = __shfl_sync(0xFFFFFFFFu, held, from);
-      for (u32 i = part * 32 + lane; i < its_count; i += parts * 32) s.crowd[its_offset + i] = s.sent[from][i];
-    }
-    __syncthreads();
-  }
+  if (shared_row) wait_for(shared_address(&s.barriers.arrived[1]));
   MARK(8)
-  constexpr u32 SHARE = THREADS / CROWD;  // threads that rank one candidate
-  if (warp * 32 / SHARE < count) {
-    const u32 candidate = threadIdx.x / SHARE;
-    const bool valid = candidate < count;
-    const u64 own = valid ? s.crowd[candidate] : 0;
+  // Eight threads rank one candidate.
+  constexpr u32 SHARE = 8, AT_ONCE = THREADS / SHARE;
+  for (u32 from = 0; from < count; from += AT_ONCE) {
+    if (from + warp * (32 / SHARE) >= count) break;
+    const u32 which = from + threadIdx.x / SHARE;
+    const u64 own = which < count ? s.crowd[which] : ~0ull;
     u32 place = 0;
 #pragma unroll 4
     for (u32 i = threadIdx.x % SHARE; i < count; i += SHARE) place += s.crowd[i] < own;
 #pragma unroll
     for (int distance = 1; distance < SHARE; distance *= 2) place += __shfl_xor_sync(0xFFFFFFFFu, place, distance);
-    const bool chosen = valid && place < wanted && threadIdx.x % SHARE == 0;
+    const bool chosen = which < count && place < wanted && threadIdx.x % SHARE == 0;
     if (chosen && place + 1 == wanted) s.threshold = own;
-    const u32 before = __popc(__ballot_sync(0xFFFFFFFFu, chosen && candidate < offset));
+    const u32 before = __popc(__ballot_sync(0xFFFFFFFFu, chosen && which < offset));
     if (lane == 0 && before) atomicAdd(&s.before, before);
-    if (chosen && candidate - offset < mine_count) atomicAdd(&s.chosen_of_warp[s.warp_of_mine[candidate - offset]], 1);
+    if (chosen && which - offset < s.mine_count) atomicAdd(&s.chosen_of_warp[s.warp_of_mine[which - offset]], 1);
   }
   __syncthreads();
   MARK(9)
@@ -828,50 +904,69 @@ __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memo
   // ---- 5. the chosen, in ascending position
   const u64 threshold = s.threshold;
   u32 base = lane < warp ? s.above_of_warp[lane] + s.chosen_of_warp[lane] : 0;
-  base = add_all(base) + blocks_above + s.before;
-  for (u32 i = 0; i < listed; i += 32) {
-    const uint2 own = i + lane < listed ? list[i + lane] : make_uint2(0xFFFFFFFFu, 0xFFFFFFFFu);
-    const bool chosen = (static_cast<u64>(own.x) << 32 | own.y) <= threshold;
-    const u32 votes = __ballot_sync(0xFFFFFFFFu, chosen);
-    if (chosen) {
-      const u32 page = own.y >> 6;
-      const int physical = pages_kept ? static_cast<int>(s.pages[page - first_page]) : r.table[page];
-      r.out[base + __popc(votes & below_lane)] = physical << 6 | static_cast<int>(own.y & 63);
+  base = add_all(base) + s.before + (shared_row ? s.blocks_above : 0);
+  auto write = [&](u32 place, u32 its_position) {
+    const u32 page = its_position >> 6;
+    const int physical = pages_kept ? static_cast<int>(s.pages[page - first_page]) : r.table[page];
+    r.out[place] = physical << 6 | static_cast<int>(its_position & 63);
+  };
+  const float last_score = score_of(static_cast<u32>(threshold >> 32));
+  const u32 last_position = static_cast<u32>(threshold);
+  if (is_short) {
+#pragma unroll
+    for (int j = 0; j < SHORT; j++) {
+      if (j >= num_lines) break;
+      const u32 position = own_start + j * STEP;
+      u32 votes[4], to = base;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float score = held[4 * j + e];
+        votes[e] = __ballot_sync(0xFFFFFFFFu, score > last_score || (score == last_score && position + e <= last_position));
+        to += __popc(votes[e] & below_lane);
+        base += __popc(votes[e]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (votes[e] >> lane & 1) write(to++, position + e);
     }
-    base += __popc(votes);
+  } else {
+    for (u32 i = 0; i < listed; i += 32) {
+      const Listed own = i + lane < listed ? list[i + lane] : Listed{__int_as_float(0x7FFFFFFF), 0};
+      const bool chosen = own.score > last_score || (own.score == last_score && own.position <= last_position);
+      const u32 votes = __ballot_sync(0xFFFFFFFFu, chosen);
+      if (chosen) write(base + __popc(votes & below_lane), own.position);
+      base += __popc(votes);
+    }
   }
   MARK(10)
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     top_k(const float* __restrict__ scores, const int* __restrict__ lengths, const int* __restrict__ page_table,
           const int* __restrict__ request, int* __restrict__ slots, int* __restrict__ counts, const int stride,
-          const int table_stride, const int k, const int cluster_bits, const int memory_bytes, const int alone PROFILE_PARAMETER) {
+          const int table_stride, const int k, const int cluster_bits, const int memory_bytes, const int share PROFILE_PARAMETER) {
   extern __shared__ __align__(16) unsigned char memory[];
   Quick& s = *reinterpret_cast<Quick*>(memory);
   Row r;
-  r.size = 1u << cluster_bits, r.rank = blockIdx.x & (r.size - 1), r.k = k;
+  const u32 size = 1u << cluster_bits;
+  r.rank = blockIdx.x & (size - 1), r.k = k;
   const u32 row = blockIdx.x >> cluster_bits;
-  const bool cluster = r.size > 1;
+  const bool cluster = size > 1;
   MARK(0)
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   // What reads nothing of the kernels before.
   for (int i = threadIdx.x; i < QUICK_BINS; i += THREADS) s.bins[i] = 0;
-  if (threadIdx.x < 32) {  // what other blocks add to or signal is prepared by one warp, which alone needs the fence
-    s.total[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < 32) {
     s.chosen_of_warp[threadIdx.x] = 0;
     reinterpret_cast<u32*>(s.group)[threadIdx.x] = 0xFFFFFFFFu;
     if (threadIdx.x == 0) {
-      s.total[QUICK_BINS / 8] = make_uint4(0, 0, 0, 0);
-      s.mine_count = s.too_short = s.before = s.listed = 0;
-      const u32 senders = max(static_cast<u32>(WARPS), r.size);
-      for (int i = 0; i < 2; i++)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s.arrived[i])), "r"(senders) : "memory");
+      s.mine_count = s.too_short = s.before = 0, s.count = 0xFFFFFFFFu;
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s.barriers.arrived[0])), "r"(size) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s.barriers.arrived[1])), "r"(1) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s.barriers.met)), "r"(size) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncwarp();
-    if (cluster) asm volatile("fence.acq_rel.cluster;" ::: "memory");
   }
   __syncthreads();
   if (cluster) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -883,23 +978,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 2)
   r.scores = scores + static_cast<u64>(row) * stride;
   if (r.rank == 0 && threadIdx.x == 0) counts[row] = min(r.length, r.k);
   if (r.length <= r.k) {  // every position, whatever its score
-    for (u32 i = r.rank * THREADS + threadIdx.x; i < r.k; i += r.size * THREADS)
+    for (u32 i = r.rank * THREADS + threadIdx.x; i < r.k; i += size * THREADS)
       r.out[i] = i < r.length ? r.table[i >> 6] << 6 | static_cast<int>(i & 63) : -1;
     if (cluster) cluster_wait();
     return;
   }
-  r.block_bits = r.length <= static_cast<u32>(alone) ? 0 : cluster_bits;
-  r.blocks = 1u << r.block_bits;
+  // As many blocks as have `share` scores each: more would wait for one another longer than they read.
+  const u32 shares = (r.length - 1) / static_cast<u32>(share);
+  r.block_bits = min(cluster_bits, shares ? 32 - __clz(shares) : 0);
+  r.blocks = 1u << r.block_bits, r.arrivals = size >> r.block_bits;
   if (r.rank >= r.blocks) {
     if (cluster) cluster_wait();
     return;
   }
+  // The barrier of the bins was made for the whole cluster.
+  if (threadIdx.x == 0 && r.blocks < size) arrive(shared_address(&s.barriers.arrived[0]), size - r.blocks);
   const u32 steps = (r.length + STEP - 1) / STEP;
   r.block_first = steps * r.rank >> r.block_bits;
   r.block_steps = (steps * (r.rank + 1) >> r.block_bits) - r.block_first;
+  if (threadIdx.x == 0) s.row = r;
   if (!select_quickly(r, memory, memory_bytes, cluster PROFILE_ARGUMENT)) {
     MARK(11)
-    select_exhaustively(r, memory, memory_bytes);
+    const Row again = s.row;
+    select_exhaustively(again, memory, memory_bytes);
     MARK(12)
   }
 }

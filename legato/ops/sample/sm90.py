@@ -1,0 +1,93 @@
+# pyright: basic
+"""Choosing tokens on Hopper: `sm90_sample.cu`, a cluster of blocks for each row, without a sort.
+
+Owns the launches. Knows no request. Imported by `bind` only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from legato.ops.build import Kernel, Launch, Source
+from legato.ops.sample import greedy, sample
+
+THREADS = 512
+#: Bytes of a block's slice at most, beside 8 KiB for the exchange.
+_MOST_BYTES = 200 * 1024
+_SOURCE = Path(__file__).with_name("sm90_sample.cu")
+
+
+@cache
+def kernels(cluster: int) -> tuple[Kernel, Kernel]:
+    """`greedy` and `sample` for clusters of so many blocks."""
+    source = Source(_SOURCE, {"CLUSTER": cluster, "THREADS": THREADS})
+    return (
+        Kernel(source, "greedy", non_portable_cluster=cluster > 8),
+        Kernel(source, "sample", shared_bytes=_MOST_BYTES, non_portable_cluster=cluster > 8),
+    )
+
+
+def cluster_of(rows: int) -> int:
+    """Blocks for each row: 16 while all of them run at once, half as many for more rows. No token depends on it."""
+    return 16 if rows <= 8 else 8
+
+
+def slice_of(width: int, cluster: int) -> int:
+    """Numbers of a row that each block takes: whole groups of four, which share a draw of the noise."""
+    return -(-width // (4 * cluster)) * 4
+
+
+def _launch(rows: int, cluster: int, shared_bytes: int = 0) -> Launch:
+    return Launch((rows * cluster,), (THREADS,), (cluster,), shared_bytes, programmatic=True)
+
+
+def _logits(logits: Tensor) -> Tensor:
+    logits = logits.to(torch.float32)
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+@greedy.on("sm90")
+def greedy_sm90(logits: Tensor) -> Tensor:
+    """One launch. [T, W] of any width; other types than float32 are converted first."""
+    logits = _logits(logits)
+    rows, width = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        cluster = cluster_of(rows)
+        best, _ = kernels(cluster)
+        stride = ctypes.c_int64(logits.stride(0))
+        best(_launch(rows, cluster), logits, tokens, width, stride, slice_of(width, cluster))
+    return tokens
+
+
+@sample.on("sm90")
+def sample_sm90(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """One launch. Rows that do not fit the shared memory of a cluster (about 400,000 tokens) go to the reference."""
+    logits = _logits(logits)
+    rows, width = logits.shape
+    cluster = cluster_of(rows)
+    slice_len = slice_of(width, cluster)
+    if 4 * slice_len > _MOST_BYTES:
+        return sample.reference(logits, temperature, top_k, top_p, min_p, seed, position)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    parameters = (temperature.float(), top_k.int(), top_p.float(), min_p.float(), seed.long(), position.long())
+    if rows:
+        how = _launch(rows, cluster, 4 * slice_len)
+        _, draw = kernels(cluster)
+        draw(
+            how, logits, *map(Tensor.contiguous, parameters), tokens, width, ctypes.c_int64(logits.stride(0)), slice_len
+        )
+    return tokens

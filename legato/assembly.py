@@ -58,10 +58,10 @@ def assemble(config: Config, progress: OnProgress) -> Served:
 
 
 def grammars_of(config: Config) -> Grammars:
-    """Grammars for the tokenizer of a checkpoint: what a rank other than 0 needs once a request of a plan has one."""
+    """Warm grammars for the tokenizer of a checkpoint: what a rank other than 0 needs of the text side."""
     checkpoint = open_checkpoint(config.model)
     tokenizer = Tokenizer.open(checkpoint.source)
-    return Grammars(vocabulary_of(tokenizer, stored_spec(checkpoint).vocab_size))
+    return _warm_grammars(vocabulary_of(tokenizer, stored_spec(checkpoint).vocab_size))
 
 
 def _warm_grammars(vocabulary: Vocabulary) -> Grammars:

@@ -33,7 +33,8 @@ class StoreMeeting:
         self, mesh: Mesh, store: distributed.Store, timeout_seconds: float, look: Callable[[], None] = _patiently
     ) -> None:
         """`look` is called again and again while a rank waits, and may raise."""
-        self._mesh, self._store, self._timeout, self._look = mesh, store, timeout_seconds, look
+        self.mesh = mesh
+        self._store, self._timeout, self._look = store, timeout_seconds, look
         self._count = 0
 
     @staticmethod
@@ -56,8 +57,8 @@ class StoreMeeting:
         """Every rank's `data`, in the order of ranks; returns when all ranks have called as often as this one. Raises
         MeetingError where one does not come in time."""
         self._count += 1
-        self._store.set(f"meeting {self._count} of {self._mesh.rank}", data.hex())
-        return [self._from(rank) for rank in range(self._mesh.size)]
+        self._store.set(f"meeting {self._count} of {self.mesh.rank}", data.hex())
+        return [self._from(rank) for rank in range(self.mesh.size)]
 
     def _from(self, rank: int) -> bytes:
         key, began = f"meeting {self._count} of {rank}", time.monotonic()

@@ -20,20 +20,18 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from legato.config import Config, ConfigError, RankAddress
 from legato.engine.bond import die_with
 from legato.engine.ranks.board import Board, Signs
-from legato.engine.ranks.join import HOST, START_S, Joined, digest_of, join
+from legato.engine.ranks.join import HOST, START_S, Joined, Prepare, digest_of, join
 from legato.engine.start import open_checkpoint
-from legato.model.checkpoint import no_progress
-from legato.parallel import Mesh
 from legato.parallel.meeting import StoreMeeting
 from legato.plan import Plan
 
 if TYPE_CHECKING:
-    from legato.runtime.runner import Flight
+    from legato.runtime.runner import Flight, Runner
 
 LOG = logging.getLogger(__name__)
 
 GRAMMARS = ("legato.assembly", "grammars_of")
-"""What gives a rank the grammars of its checkpoint's tokenizer, once a request needs one: the text side is not known here."""
+"""What makes grammars for a checkpoint's tokenizer: the text side is not known here."""
 BEAT_S = 0.1
 BUSY_S, BUSY_PAUSE_S, IDLE_PAUSE_S = 0.02, 0.00005, 0.001
 """A rank looks often for the next plan while plans come, and seldom once none has come for `BUSY_S`."""
@@ -48,8 +46,8 @@ class Closed(Exception):
 class Follower:
     """One rank: the plans it has taken, and the flight that is in the air."""
 
-    def __init__(self, rank: int, board: Board, config: Config, joined: Joined) -> None:
-        self._rank, self._board, self._config, self._joined = rank, board, config, joined
+    def __init__(self, rank: int, board: Board, joined: Joined) -> None:
+        self._rank, self._board, self._joined = rank, board, joined
         self._overlap = joined.loaded.settings.overlap
         self._signs = board.signs(rank)
         self._number, self._busy_until = 0, 0.0
@@ -60,7 +58,6 @@ class Follower:
         while True:
             plan = cast(Plan, pickle.loads(self._board.take(self._rank, self._pause)))
             self._number += 1
-            self._prepare(plan)
             flight = self._joined.runner.launch(plan)
             self._settle()
             self._flight = (self._number, flight)
@@ -83,11 +80,15 @@ class Follower:
             self._settle()
         time.sleep(BUSY_PAUSE_S if time.monotonic() < self._busy_until else IDLE_PAUSE_S)
 
-    def _prepare(self, plan: Plan) -> None:
-        runner = self._joined.runner
-        if runner.grammars is None and any(admit.controls and admit.controls.grammar for admit in plan.admits):
-            module, name = GRAMMARS
-            runner.grammars = getattr(importlib.import_module(module), name)(self._config)
+
+def prepared_by(config: Config) -> Prepare:
+    """Gives a runner the grammars of its checkpoint's tokenizer before any request needs one: the others would wait for it."""
+
+    def prepare(runner: Runner) -> None:
+        module, name = GRAMMARS
+        runner.grammars = getattr(importlib.import_module(module), name)(config)
+
+    return prepare
 
 
 def live(signs: Signs, lead: Signs) -> None:
@@ -107,7 +108,6 @@ def live(signs: Signs, lead: Signs) -> None:
 
 def follow(config: Config, where: RankAddress) -> int:
     """A rank's life; returns the exit code of its process."""
-    mesh = Mesh(where.rank, where.size)
     signs: Signs | None = None
     try:
         meet = StoreMeeting.at(where, START_S)
@@ -115,8 +115,8 @@ def follow(config: Config, where: RankAddress) -> int:
         signs = board.signs(where.rank)
         signs.pid = os.getpid()
         threading.Thread(target=live, args=(signs, board.signs(0)), name="beat", daemon=True).start()
-        joined = join(config, open_checkpoint(config.model), mesh, meet, signs, no_progress)
-        Follower(where.rank, board, config, joined).run()
+        joined = join(config, open_checkpoint(config.model), meet, signs, prepare=prepared_by(config))
+        Follower(where.rank, board, joined).run()
     except Closed:
         return 0
     except Exception as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ from torch import Tensor, distributed
 from legato.config import Config, ConfigError
 from legato.engine.ranks.board import DIGEST_BYTES, Signs
 from legato.engine.start import Loaded, build_runner, load_rank
-from legato.model.checkpoint import Checkpoint, Progress
+from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import stored_spec
 from legato.parallel import Communicator, DistributedRank, Mesh
 from legato.parallel.meeting import StoreMeeting
@@ -98,13 +99,23 @@ def placed(config: Config, rank: int) -> Config:
     return replace(config, execution=replace(execution, device=f"cuda:{rank}", tensor_parallel=1))
 
 
+Prepare = Callable[[Runner], None]
+"""What a rank does with its warm runner before the others may count on it."""
+
+
 def join(
-    config: Config, checkpoint: Checkpoint, mesh: Mesh, meet: StoreMeeting, signs: Signs, progress: Progress
+    config: Config,
+    checkpoint: Checkpoint,
+    meet: StoreMeeting,
+    signs: Signs,
+    progress: Progress = no_progress,
+    prepare: Prepare = lambda runner: None,
 ) -> Joined:
     """Everything from the first meeting to a warm runner. All ranks run it at the same time, with the same settings.
 
     Raises: as `engine.start.load_rank`; ConfigError for too few GPUs; MeetingError where a rank does not come.
     """
+    mesh = meet.mesh
     own = placed(config, mesh.rank)
     is_cpu = own.execution.device == "cpu"
     if not is_cpu:
@@ -123,6 +134,7 @@ def join(
     communicator: Communicator = Counted(library, signs) if is_cpu else _inboxes(checkpoint, mesh, meet, library)
     runner = build_runner(loaded.spec, loaded.weights, loaded.settings, communicator, progress)
     joined = Joined(loaded, runner, communicator)
+    prepare(runner)
     meet(b"")
     joined.wait_at_most(config.execution.rank_patience)
     return joined

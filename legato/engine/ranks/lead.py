@@ -29,7 +29,6 @@ from legato.engine.ranks.watch import Watch
 from legato.engine.start import Started, engine_around
 from legato.engine.start import start as start_alone
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
-from legato.parallel import Mesh
 from legato.parallel.meeting import StoreMeeting
 from legato.plan import Outcome, Plan
 from legato.types import SamplingParams
@@ -116,10 +115,9 @@ class Ranks:
 
     def join(self, config: Config, checkpoint: Checkpoint, progress: Progress) -> Joined:
         """Rank 0's own part."""
-        mesh = Mesh(0, self.board.num_ranks)
         meet = StoreMeeting.at(self._store, START_S, self.watch.raise_if_lost)
         meet(self.board.path.encode())
-        return join(config, checkpoint, mesh, meet, self.board.signs(0), progress)
+        return join(config, checkpoint, meet, self.board.signs(0), progress)
 
     def publish(self, plan: Plan) -> None:
         """Tells the other ranks. Raises RankLost."""

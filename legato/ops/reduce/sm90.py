@@ -101,17 +101,20 @@ def add_rms_norm_sm90(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
 def all_reduce_add_norm_sm90(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: Exchange
 ) -> tuple[Tensor, Tensor]:
-    """Through inboxes in one launch, where the exchange has one that takes so many rows of this width; what is recorded, in
-    one launch too; else the exchange's own gather and PyTorch."""
+    """Through inboxes in one launch, where the exchange has one that takes so many rows of this width; else what the exchange
+    gathers, summed and normed in one launch; PyTorch for other types and widths."""
     if is_served(weight, partial, residual):
         rows, width = residual.shape
         if isinstance(exchange, Inbox) and rows <= exchange.shape.rows and width == exchange.shape.width:
             kernel = add_norm_kernel(exchange.shape.num_ranks, width)
             own = ctypes.c_uint64(exchange.address)
             return _add_norm(kernel, residual, weight, eps, _aligned(partial), own, exchange.rank)
-        if isinstance(exchange, Recorded) and 1 < len(parts := exchange.gather(partial)) <= MOST_RANKS:
+        parts = exchange.gather(partial)
+        if 1 < len(parts) <= MOST_RANKS:
             everyone = [*map(_aligned, parts), *[None] * (MOST_RANKS - len(parts))]
             return _add_norm(add_norm_kernel(len(parts), width, local=True), residual, weight, eps, *everyone)
+        exchange = Recorded((), tuple(parts[1:]))
+        partial = parts[0]
     return all_reduce_add_norm.reference(partial, residual, weight, eps, exchange)
 
 

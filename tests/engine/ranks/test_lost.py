@@ -146,7 +146,7 @@ def test_what_goes_wrong_in_a_rank_is_told_by_rank_0(what: str, words: str, monk
 def test_a_rank_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     boot = (
         "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import legato.engine.ranks.follow as f\n"
-        "def no(*_): raise ValueError('no memory for the weights')\nf.join = no\nf.main()"
+        "def no(*_, **__): raise ValueError('no memory for the weights')\nf.join = no\nf.main()"
     )
     monkeypatch.setattr("legato.engine.ranks.lead.BOOT", boot)
     with pytest.raises(RankLost, match="rank 1 failed: ValueError: no memory for the weights"):

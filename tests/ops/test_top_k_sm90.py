@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 
 from legato.ops import build, top_k
 from legato.ops.case import Draw
-from legato.ops.select import cluster_topk, sm90, torch_topk
+from legato.ops.select import sm90_clusters, sm90, torch_topk
 from legato.ops.select.adversarial import adversarial_rows
 
 try:
@@ -38,7 +38,7 @@ def test_the_source_compiles(form: sm90.Form) -> None:
 
 
 def test_the_baseline_compiles_without_spills() -> None:
-    used = cluster_topk.KERNEL.usage("sm_90a")
+    used = sm90_clusters.KERNEL.usage("sm_90a")
     assert used.registers <= 32 and used.spill_store_bytes == used.stack_bytes == 0
 
 
@@ -177,7 +177,7 @@ def test_the_baseline_chooses_what_the_reference_does() -> None:
         scores, table = draw.normal(6, width), draw.distinct(width // 64, width // 64).view(1, -1)
         lengths, request = (torch.full((6,), value, dtype=torch.int32, device="cuda") for value in (width, 0))
         given = scores, lengths, 2048, table, request
-        found, expected = cluster_topk.top_k_in_clusters(*given), top_k.reference(*given)
+        found, expected = sm90_clusters.top_k_in_clusters(*given), top_k.reference(*given)
         assert torch.equal(found[0].sort(1).values, expected[0].sort(1).values) and torch.equal(found[1], expected[1])
 
 

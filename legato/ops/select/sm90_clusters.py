@@ -1,9 +1,9 @@
 # pyright: basic
 """Selection as the fastest public kernel does it (SGLang's TopK-V2, in its cluster form), written anew: a baseline.
 
-Owns the launch of `cluster_topk.cu`. It never serves: its bins are of scores rounded to float16, a bin with more than 2048
+Owns the launch of `sm90_clusters.cu`. It never serves: its bins are of scores rounded to float16, a bin with more than 2048
 scores is cut, and equal scores are taken as they arrive. docs/decisions says why ours differs. Imported by name only:
-`legato bench ops select -i cluster_topk`.
+`legato bench ops select -i sm90_clusters`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from legato.ops.build import Kernel, Launch, Source
 from legato.ops.select import top_k
 
 _CLUSTER, _MOST = 8, 2048
-KERNEL = Kernel(Source(Path(__file__).with_name("cluster_topk.cu")), "cluster_topk")
+KERNEL = Kernel(Source(Path(__file__).with_name("sm90_clusters.cu")), "cluster_topk")
 
 
-@top_k.on("cluster_topk")
+@top_k.on("sm90_clusters")
 def top_k_in_clusters(
     scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def top_k_in_clusters(
     """
     rows, stride = scores.shape[0], scores.stride(0)
     if not 0 < k <= _MOST or scores.stride(1) != 1 or stride % 4 or scores.data_ptr() % 16:
-        raise ValueError(f"cluster_topk: k = {k} (at most {_MOST}), rows {stride} scores apart (a multiple of 4)")
+        raise ValueError(f"sm90_clusters: k = {k} (at most {_MOST}), rows {stride} scores apart (a multiple of 4)")
     slots = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     counts = torch.empty(rows, dtype=torch.int32, device=scores.device)
     how = Launch(grid=(rows * _CLUSTER,), block=(1024,), cluster=(_CLUSTER,), programmatic=True)

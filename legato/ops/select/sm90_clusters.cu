@@ -1,4 +1,4 @@
-// Selection as the fastest public kernel of 2026 does it, written anew for comparison: see cluster_topk.py. Not exact.
+// Selection as the fastest public kernel of 2026 does it, written anew for comparison: see sm90_clusters.py. Not exact.
 //
 // A cluster of eight blocks has a row. Scores are rounded to float16; the upper 10 bits of that, ordered, are a bin.
 //   1. each block counts the bins of its part; the counts are added up in block 0, which finds the bin of the k-th

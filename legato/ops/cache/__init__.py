@@ -32,7 +32,7 @@ from legato.ops.invariant import float32
 from legato.ops.op import op
 
 
-@op
+@op(reference_ok=True)
 def store_latent(cache: Tensor, latent: Tensor, rope_key: Tensor, slots: Tensor) -> None:
     """Write one latent and its rope key per row at `slots`; rows with a negative slot are skipped. Slots of a call are
     distinct.
@@ -102,7 +102,7 @@ def read_latent_rows(cache: Tensor, slots: Tensor) -> Tensor:
     return torch.cat((latent, rope), dim=-1)
 
 
-@op
+@op(reference_ok=True)
 def store_index_keys(cache: Tensor, keys: Tensor, slots: Tensor) -> None:
     """Write one indexer key per row at `slots`; rows with a negative slot are skipped. Slots of a call are distinct.
 

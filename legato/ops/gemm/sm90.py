@@ -168,10 +168,11 @@ def norms(cut: Tiling) -> bool:
 
 
 @cache
-def normed_kernel(cut: Tiling, tiles: int) -> tuple[Kernel, int]:
-    """As `kernel`, for rows that are normed on the way in."""
-    shared = cut.shared_bytes(tiles)
-    return Kernel(Source(_SOURCE, {**cut.macros(tiles), "NORM": 1}), "linear", shared_bytes=shared), shared
+def normed_kernel(cut: Tiling, tiles: int, k_blocks: int) -> tuple[Kernel, int]:
+    """As `kernel`, for rows of so many blocks of K that are normed on the way in."""
+    shared, macros = cut.shared_bytes(tiles), cut.macros(tiles)
+    even = k_blocks == WARPS * macros["BATCH"] * macros["CHUNK"]
+    return Kernel(Source(_SOURCE, {**macros, "NORM": 1, "EVEN": int(even)}), "linear", shared_bytes=shared), shared
 
 
 @linear_bf16_normed.on("sm90", pack=pack_bf16)
@@ -184,7 +185,7 @@ def run_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         return run_bf16(rms_norm(x, norm, eps), weight)
     outputs = weight.shape[0] * STRIP
     y = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x.device)
-    compiled, shared = normed_kernel(cut, 1 if rows <= 8 else 2)
+    compiled, shared = normed_kernel(cut, 1 if rows <= 8 else 2, weight.shape[1])
     grid = (-(-weight.shape[0] // cut.strips),)
     how = Launch(grid=grid, block=(32 * WARPS,), shared_bytes=shared, programmatic=True)
     x = _rows(x)

@@ -13,7 +13,6 @@ constexpr int SLICE = 16;                       // outputs of a warp
 constexpr int OUTPUTS = SLICE * WARPS / SPLIT;  // of a block
 constexpr int BLOCKS_K = INPUTS / 32;           // a lane has 16 bytes of each
 constexpr int OWN_K = BLOCKS_K / SPLIT;         // of a warp
-constexpr int GROUP_ROWS = 64;                  // rows of one block
 constexpr int PITCH = SLICE + 4;
 static_assert(BLOCKS_K % SPLIT == 0, "warps have equal parts of K");
 
@@ -108,7 +107,7 @@ __device__ __forceinline__ void multiply(const Rows &rows, const uint4 (&weights
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     linear_heads(const u8 *__restrict__ x, const u8 *__restrict__ weight, u8 *__restrict__ y, int rows, int heads,
-                 int outputs, int row_stride, int head_stride) {
+                 int outputs, int row_stride, int head_stride, int group_rows) {
   asm volatile("griddepcontrol.launch_dependents;");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int slices = outputs / OUTPUTS;
@@ -122,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     for (int k = 0; k < OWN_K; ++k) weights[tile][k] = load_weight(packed + (tile * BLOCKS_K + k) * 512);
   const Rows own = {x + (size_t(head) * head_stride + part * OWN_K * 32 + lane % 4 * 8) * 2,
                     y + (size_t(head) * outputs + slice * OUTPUTS) * 2, row_stride, heads * outputs,
-                    min(rows, (group + 1) * GROUP_ROWS)};
+                    min(rows, (group + 1) * group_rows)};
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  int first = group * GROUP_ROWS;
+  int first = group * group_rows;
   for (; own.end - first > 8; first += 16) multiply<2>(own, weights, first, warp, lane);
   if (first < own.end) multiply<1>(own, weights, first, warp, lane);
 }

@@ -16,8 +16,10 @@ from torch import Tensor
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.gemm import linear_heads
 
-#: As in `sm90_heads.cu`: warps of a block, outputs of a warp, rows of a block.
-WARPS, SLICE, GROUP_ROWS = 4, 16, 64
+#: As in `sm90_heads.cu`: warps of a block, outputs of a warp.
+WARPS, SLICE = 4, 16
+#: Rows beyond which the library multiplies.
+MOST_ROWS = 128
 #: K of one block: 16 bytes for each of four lanes.
 BLOCK_K = 32
 _SOURCE = Path(__file__).with_name("sm90_heads.cu")
@@ -41,6 +43,11 @@ def restore(packed: Tensor) -> Tensor:
     return parts.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(heads, eighths * 8, blocks * BLOCK_K)
 
 
+def group_rows(rows: int) -> int:
+    """Rows of one block: as many blocks as make one round of loads each, until their weights are read too often."""
+    return 16 if rows <= 64 else 32
+
+
 @cache
 def kernel(inputs: int) -> tuple[Kernel, int]:
     """The kernel for matrices of `inputs` columns, and how many outputs one of its blocks computes."""
@@ -58,7 +65,8 @@ def pack(weight: Tensor) -> Tensor:
 
 @linear_heads.on("sm90", pack=pack)
 def run(x: Tensor, weight: Tensor) -> Tensor:
-    """Rows of bfloat16 with a packed weight: the kernel. Otherwise the reference."""
+    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel. More: cuBLAS on the restored weight. Otherwise the
+    reference."""
     if weight.dim() != 5:
         return linear_heads.reference(x, weight)
     if x.dtype != torch.bfloat16:
@@ -66,11 +74,14 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
     rows, heads, inputs = x.shape
     outputs = weight.shape[1] * 8
     y = torch.empty(rows, heads, outputs, dtype=x.dtype, device=x.device)
-    if rows:
+    if rows > MOST_ROWS:
+        torch.bmm(x.transpose(0, 1), restore(weight).transpose(1, 2), out=y.transpose(0, 1))
+    elif rows:
         if x.stride(2) != 1 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
         compiled, width = kernel(inputs)
-        blocks = heads * (outputs // width) * -(-rows // GROUP_ROWS)
+        group = group_rows(rows)
+        blocks = heads * (outputs // width) * -(-rows // group)
         how = Launch(grid=(blocks,), block=(32 * WARPS,), programmatic=True)
-        compiled(how, x, weight, y, rows, heads, outputs, x.stride(0), x.stride(1))
+        compiled(how, x, weight, y, rows, heads, outputs, x.stride(0), x.stride(1), group)
     return y

@@ -23,10 +23,14 @@
 // outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide. NORM: x is an
 // RMSNorm's input. Lanes multiply it by the norm's weight as they hold it, each warp sums the squares of its slice of K
 // beside its products, and the block divides by their root at the end: x is read once and no normed row is written
-// (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once).
+// (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once); EVEN: with it, that all
+// slices are X_BLOCKS long.
 
 #ifndef NORM
 #define NORM 0
+#endif
+#ifndef EVEN
+#define EVEN 0
 #endif
 
 typedef unsigned int u32;
@@ -156,11 +160,41 @@ __device__ __forceinline__ void load_rows(Fragments (&into)[X_BLOCKS], const Row
 #if NORM
 constexpr int NORM_PIECES = X_BLOCKS * 4 * PIECES;  // of 16 bytes: the norm's weight over a warp's slice of K
 
-// x times the norm's weight, rounded to bfloat16 as a normed row would be; the square of x is added to `squares`.
-__device__ __forceinline__ void scale_pair(u32 &x, u32 weight, float &squares) {
+// Two numbers of x times the norm's weight, rounded to bfloat16 as a normed row would be; squares of x are added up.
+__device__ __forceinline__ u32 scaled_pair(u32 x, u32 weight, float &squares) {
+  u32 v;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(x), "r"(weight));
   const float first = __uint_as_float(x << 16), second = __uint_as_float(x & 0xffff0000u);
   squares = fmaf(first, first, fmaf(second, second, squares));
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(weight));
+  return v;
+}
+
+// The same for one block of K; `weights`: this lane's pieces of the norm's weight.
+__device__ __forceinline__ void scale(Fragments &into, const Fragments &x, const uint4 *weights, float (&squares)[TILES]) {
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p) {
+    const uint4 weight = weights[p];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+      into[tile][p] = make_uint4(
+          scaled_pair(x[tile][p].x, weight.x, squares[tile]), scaled_pair(x[tile][p].y, weight.y, squares[tile]),
+          scaled_pair(x[tile][p].z, weight.z, squares[tile]), scaled_pair(x[tile][p].w, weight.w, squares[tile]));
+  }
+}
+
+// This lane's part of x for a whole slice of K. Blocks and rows that there are not repeat the last: loads without conditions
+// are in flight together, and such sums go nowhere.
+__device__ __forceinline__ void load_slice(Fragments (&into)[X_BLOCKS], const u8 *x, size_t stride, int last_row, int count,
+                                           int lane) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    const u8 *row = x + min(tile * 8 + lane / 4, last_row) * stride + lane % 4 * (BLOCK_K / 2);
+#pragma unroll
+    for (int b = 0; b < X_BLOCKS; ++b)
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p)
+        into[b][tile][p] = load_fresh(row + (EVEN ? b : min(b, max(count - 1, 0))) * (BLOCK_K * 2) + p * 16);
+  }
 }
 #endif
 
@@ -302,13 +336,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     norm_pieces[warp][i] = *reinterpret_cast<const uint4 *>(norm + size_t(begin) * (BLOCK_K * 2) + i * 16);
   __syncwarp();
 #endif
-  Scales scale = {1.0f, 1.0f, STRIPS};
+  Scales scales_at = {1.0f, 1.0f, STRIPS};
 #if FP8
   const int scale_row = group * OUTPUTS / 128, scale_column = begin / 2 + lane;
-  scale.boundary = (scale_row + 1) * 8 - group * STRIPS;
+  scales_at.boundary = (scale_row + 1) * 8 - group * STRIPS;
   if (scale_column < scale_columns) {
-    scale.first = scales[size_t(scale_row) * scale_columns + scale_column];
-    if ((scale_row + 1) * 128 < outputs) scale.second = scales[size_t(scale_row + 1) * scale_columns + scale_column];
+    scales_at.first = scales[size_t(scale_row) * scale_columns + scale_column];
+    if ((scale_row + 1) * 128 < outputs) scales_at.second = scales[size_t(scale_row + 1) * scale_columns + scale_column];
   }
 #endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -329,6 +363,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 x + (size_t(row) * x_stride + size_t(first) * BLOCK_K) * 2, bytes, barrier, keep);
   };
   for (int batch = 0; batch < min(X_SLOTS, num_batches); ++batch) fetch_x(batch);
+#elif NORM
+  Fragments x_even[X_BLOCKS];
+  load_slice(x_even, x + size_t(begin) * (BLOCK_K * 2), size_t(x_stride) * 2, rows - 1, end - begin, lane);
+  float squares[TILES] = {};
 #else
   Rows mine;
   mine.stride = size_t(x_stride) * 2;
@@ -337,29 +375,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   Fragments x_even[X_BLOCKS];
   load_rows(x_even, mine, begin, end - begin);
 #endif
-#if NORM
-  float squares[TILES] = {};
-#pragma unroll
-  for (int b = 0; b < X_BLOCKS; ++b)
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-      const uint4 weights = norm_pieces[warp][b * 4 * PIECES + lane % 4 * PIECES + p];
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        scale_pair(x_even[b][tile][p].x, weights.x, squares[tile]);
-        scale_pair(x_even[b][tile][p].y, weights.y, squares[tile]);
-        scale_pair(x_even[b][tile][p].z, weights.z, squares[tile]);
-        scale_pair(x_even[b][tile][p].w, weights.w, squares[tile]);
-      }
-    }
-#pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
-    squares[tile] += __shfl_xor_sync(0xffffffffu, squares[tile], 1);
-    squares[tile] += __shfl_xor_sync(0xffffffffu, squares[tile], 2);
-    if (lane % 4 == 0) row_squares[warp][tile * 8 + lane / 4] = squares[tile];
-  }
-#endif
-
   // Four outputs of one row each: the residual is fetched now, while the weights are still on their way.
 #if !SWIGLU
   uint2 added[OWN_ITEMS];
@@ -380,18 +395,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     for (int i = 0; i < BATCH; ++i) {
       const int chunk = batch * BATCH + i, slot = chunk % SLOTS, count = min(CHUNK, end - begin - chunk * CHUNK);
       if (count <= 0) break;
+      const Fragments *own = part + i * CHUNK;
+#if NORM
+      Fragments scaled[CHUNK];
+#pragma unroll
+      for (int b = 0; b < CHUNK; ++b)
+        if (b < count)
+          scale(scaled[b], own[b], norm_pieces[warp] + ((i * CHUNK + b) * 4 + lane % 4) * PIECES, squares);
+      own = scaled;
+#endif
       barrier_wait(full + slot * 8, chunk / SLOTS & 1);
       const u8 *filled = shared + warp * PARTIAL_STRIDE + slot * SLOT_BYTES;
       if (count >= CHUNK && live == STRIPS) {
 #pragma unroll
         for (int b = 0; b < CHUNK; ++b)
-          multiply(sums, part[i * CHUNK + b], filled + b * STRIPS * BLOCK_BYTES, STRIPS, lane, scale,
+          multiply(sums, own[b], filled + b * STRIPS * BLOCK_BYTES, STRIPS, lane, scales_at,
                    pair(chunk * CHUNK + b));
       } else {
 #pragma unroll
         for (int b = 0; b < CHUNK; ++b)
           if (b < count)
-            multiply(sums, part[i * CHUNK + b], filled + b * live * BLOCK_BYTES, live, lane, scale,
+            multiply(sums, own[b], filled + b * live * BLOCK_BYTES, live, lane, scales_at,
                      pair(chunk * CHUNK + b));
       }
       __syncwarp();
@@ -425,6 +449,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     consume(batch, x_even);
     load_rows(x_even, mine, after, end - after);
     consume(batch + 1, x_odd);
+  }
+#endif
+
+#if NORM
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    squares[tile] += __shfl_xor_sync(0xffffffffu, squares[tile], 1);
+    squares[tile] += __shfl_xor_sync(0xffffffffu, squares[tile], 2);
+    if (lane % 4 == 0) row_squares[warp][tile * 8 + lane / 4] = squares[tile];
   }
 #endif
 

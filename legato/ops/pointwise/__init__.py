@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed if x.dtype is torch.float32 else normed.to(x.dtype)
 
 
-@op
+@op(reference_ok=True)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. The indexer's key norm, eps 1e-6.
 
@@ -38,7 +38,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return functional.layer_norm(float32(x), weight.shape, float32(weight), float32(bias), eps).to(x.dtype)
 
 
-@op
+@op(reference_ok=True)
 def rope_angles(positions: Tensor, theta: float, dim: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position * theta^(-2i/dim) for i in 0..dim/2.
 
@@ -65,7 +65,7 @@ def rope_frequencies(device: torch.device, theta: float, dim: int) -> Tensor:
     return torch.tensor(_frequencies(theta, dim), dtype=torch.float32, device=device)
 
 
-@op
+@op(reference_ok=True)
 def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:
     """Rotate the pairs (x[start+2i], x[start+2i+1]) by angle i; every other dimension passes through. Results stay in
     place.

@@ -1,10 +1,11 @@
 // What stands between the two products of attention and the selection, in one launch: every row's query absorbed and
 // rotated, its latent, rope key and index key stored, its index queries rounded with their gates.
 //
-// Two kinds of blocks, four warps each. The first `heads * LATENT / 64 * groups` multiply: a warp holds 16 outputs of one
-// head's W_UK in registers, all of it fetched before griddepcontrol.wait (weights depend on nothing), and takes 16 rows of
-// the query at a time through mma.m16n8k16. The others share out small items, a warp each: per row the latent, the rope
-// key, four heads of the query's rope part, and on layers with an indexer its key and two heads of its query at a time.
+// Two kinds of blocks, four warps each. The first `multiplying` of them (heads * LATENT / 64 for every `group_rows` rows, or
+// none where the caller multiplies) absorb: a warp holds 16 outputs of one head's W_UK in registers, all of it fetched
+// before griddepcontrol.wait (weights depend on nothing), and takes 16 rows of the query at a time through mma.m16n8k16. The
+// others share out small items, a warp each: per row the latent, the rope key, four heads of the query's rope part, and on
+// layers with an indexer its key and two heads of its query at a time.
 // No item depends on another, nothing is accumulated across warps, and no row meets another: a row's bits are the same
 // whatever the number of rows.
 //
@@ -21,7 +22,6 @@ constexpr int INDEX = 128;                     // X
 constexpr int PAGE = 64, INDEX_PAGE_BYTES = PAGE * INDEX + 4 * PAGE;
 constexpr int BLOCKS_K = NOPE / 32;            // of K, a lane has 16 bytes of each
 constexpr int SLICE = 16;                      // outputs of a warp
-constexpr int GROUP_ROWS = 64;                 // rows of one block that multiplies
 constexpr int PIECES = LATENT / 256;           // of 16 bytes: a lane's part of a latent
 constexpr int TOKEN_BYTES = PACKED ? LATENT + LATENT / 128 * 4 + 2 * ROPE : 2 * (LATENT + ROPE);
 constexpr int ROPE_OFFSET = PACKED ? LATENT + LATENT / 128 * 4 : 2 * LATENT;
@@ -136,7 +136,7 @@ struct Places {
   const u8 *qkv, *q;          // bfloat16 rows
   const float *cos, *sin;     // [T, 32]
   const int *slots;           // [T]
-  int rows, heads, qkv_stride, q_stride, rank;
+  int rows, heads, qkv_stride, q_stride, rank, group_rows;
 };
 
 __device__ __forceinline__ const u8 *element(const u8 *base, size_t row, int stride, int column) {
@@ -180,7 +180,7 @@ __device__ __forceinline__ void absorb_rows(const Places &at, const uint4 (&weig
   }
 }
 
-// One slice of one head's outputs for up to GROUP_ROWS rows.
+// One slice of one head's outputs for one group of rows.
 __device__ __forceinline__ void absorb(const Places &at, const u8 *w_uk, u8 *absorbed, int block, int warp, int lane) {
   constexpr int BLOCKS = LATENT / (SLICE * WARPS);
   const int slice = block % BLOCKS, head = block / BLOCKS % at.heads, group = block / BLOCKS / at.heads;
@@ -192,8 +192,8 @@ __device__ __forceinline__ void absorb(const Places &at, const u8 *w_uk, u8 *abs
 #pragma unroll
     for (int k = 0; k < BLOCKS_K; ++k) weights[tile][k] = load_weight(packed + (tile * BLOCKS_K + k) * 512);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int end = min(at.rows, (group + 1) * GROUP_ROWS);
-  int first = group * GROUP_ROWS;
+  const int end = min(at.rows, (group + 1) * at.group_rows);
+  int first = group * at.group_rows;
   for (; end - first > 8; first += 16) absorb_rows<2>(at, weights, absorbed, head, output, first, end, lane);
   if (first < end) absorb_rows<1>(at, weights, absorbed, head, output, first, end, lane);
 }
@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     attention_inputs(const u8 *__restrict__ qkv, const u8 *__restrict__ q, const u8 *__restrict__ w_uk,
                      const u8 *__restrict__ norm, const float *__restrict__ cos, const float *__restrict__ sin,
                      const int *__restrict__ slots, u8 *__restrict__ latent_cache, u8 *__restrict__ absorbed, int rows,
-                     int heads, int rank, int qkv_stride, int q_stride, float eps
+                     int heads, int rank, int qkv_stride, int q_stride, int group_rows, int multiplying, float eps
 #if INDEXED
                      ,
                      const u8 *__restrict__ index_weight, const u8 *__restrict__ index_bias, u8 *__restrict__ index_cache,
@@ -341,8 +341,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     ) {
   asm volatile("griddepcontrol.launch_dependents;");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Places at = {qkv, q, cos, sin, slots, rows, heads, qkv_stride, q_stride, rank};
-  const int multiplying = heads * (LATENT / (SLICE * WARPS)) * ((rows + GROUP_ROWS - 1) / GROUP_ROWS);
+  const Places at = {qkv, q, cos, sin, slots, rows, heads, qkv_stride, q_stride, rank, group_rows};
   if (int(blockIdx.x) < multiplying) {
     absorb(at, w_uk, absorbed, blockIdx.x, warp, lane);
     return;

@@ -17,11 +17,11 @@ from torch import Tensor
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.cache.layout import INDEX_WIDTH, check_index_cache, check_latent_cache
 from legato.ops.gemm import sm90 as gemm
-from legato.ops.gemm.sm90_heads import arrange, restore
+from legato.ops.gemm.sm90_heads import MOST_ROWS, arrange, group_rows, restore
 from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_bf16, prologue_full, prologue_shared
 
-#: As in `sm90.cu`: the rope part of a head, the warps of a block, the outputs of a warp, and rows of a block that multiplies.
-ROPE, WARPS, SLICE, GROUP_ROWS = 64, 4, 16, 64
+#: As in `sm90.cu`: the rope part of a head, the warps of a block, the outputs of a warp.
+ROPE, WARPS, SLICE = 64, 4, 16
 #: A latent is a multiple of this: 16 bytes for each lane of a warp.
 _LATENT_STEP = 256
 _SOURCE = Path(__file__).with_name("sm90.cu")
@@ -151,7 +151,8 @@ def _launch(
     if not rows:
         return absorbed
     qkv, q = _aligned(qkv), _aligned(q)
-    multiplying = heads * (latent // (SLICE * WARPS)) * -(-rows // GROUP_ROWS)
+    group = group_rows(rows)
+    multiplying = heads * (latent // (SLICE * WARPS)) * -(-rows // group) if rows <= MOST_ROWS else 0
     items = rows * (2 + -(-heads // 4) + (1 + index_heads // 2 if index_heads else 0))
     how = Launch(grid=(multiplying + -(-items // WARPS),), block=(32 * WARPS,), programmatic=True)
     kernel(nope, latent, index_heads, cache.dtype)(
@@ -170,9 +171,14 @@ def _launch(
         rank,
         qkv.stride(0),
         q.stride(0),
+        group,
+        multiplying,
         float(norm.eps),
         *indexer,
     )
+    if not multiplying:  # so many rows that the library is faster
+        nope_part = q[:, : heads * (nope + ROPE)].unflatten(1, (heads, nope + ROPE))[..., :nope]
+        torch.bmm(nope_part.transpose(0, 1), unpacked(w_uk), out=absorbed[..., :latent].transpose(0, 1))
     return absorbed
 
 

@@ -12,7 +12,7 @@ import torch
 from legato.bench.roofline import Traffic, traffic_of
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.convert import Target
-from legato.model.dummy import Recipe, dummy_weights, router_spread
+from legato.model.dummy import Recipe, dummy_weights, rerouted, router_spread
 from legato.model.inventory import survey
 from legato.model.names import Kind, expected
 from legato.model.spec import ModelSpec, SpecError
@@ -38,25 +38,27 @@ def first_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
     return replace(spec, num_layers=num_layers, indexer_kinds=kinds, first_dense=min(spec.first_dense, num_layers))
 
 
-def drawn(
-    spec: ModelSpec,
-    mesh: Mesh,
-    target: Target | None,
-    distinct_experts: float | None,
-    rows: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Share:
-    """A share of random weights in the format of `target`, whose router lets `rows` rows reach so many experts (`None`: evenly).
+def drawn(spec: ModelSpec, mesh: Mesh, target: Target | None, device: torch.device, dtype: torch.dtype) -> Share:
+    """A share of random weights in the format of `target`, with even routing.
 
     Raises:
-        SpecError: the ranks do not divide a width, or the router cannot reach so many.
+        SpecError: the ranks do not divide a width.
     """
-    spread = 0.0 if distinct_experts is None else router_spread(spec, distinct_experts, rows)
-    recipe = Recipe(target, spread)
+    recipe = Recipe(target)
     formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
     weights = dummy_weights(spec, mesh, recipe, device=device, dtype=dtype)
     return Share(spec, weights, LoopBack(mesh), traffic_of(spec, formats, mesh.size))
+
+
+def routed(share: Share, distinct_experts: float | None, rows: int) -> Share:
+    """A drawn share whose routers let `rows` rows reach so many experts between them; `None`: even routing.
+
+    Raises:
+        SpecError: the router cannot reach so many, or so few.
+    """
+    spread = 0.0 if distinct_experts is None else router_spread(share.spec, distinct_experts, rows)
+    weights = rerouted(share.weights, share.spec, share.communicator.mesh, Recipe(None, spread))
+    return replace(share, weights=weights)
 
 
 def loaded(

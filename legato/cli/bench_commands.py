@@ -94,13 +94,18 @@ def bench_slice(
         bool, typer.Option("--dummy", help="Draw weights on the device; of a checkpoint, read config.json alone.")
     ] = False,
     format: Annotated[str, typer.Option(help="Of drawn weights: nvfp4, fp8, int4, int4-fp8 or bf16.")] = "nvfp4",
-    context: Annotated[int, typer.Option(help="Tokens that each request holds; written, not prefilled.")] = 8192,
-    k: Annotated[int, typer.Option("--num-drafts", "--k", "-k", help="Tokens drafted per iteration, 0 to 7.")] = 5,
-    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
-    distinct_experts: Annotated[
-        float | None,
+    context: Annotated[
+        str,
         typer.Option(
-            help="Experts that one request's rows reach in a drawn layer, on average; by default routing is even.",
+            help="Tokens that each request holds (written, not prefilled): one number or several, as 8K,80000."
+        ),
+    ] = "8K",
+    k: Annotated[int, typer.Option("--num-drafts", "--k", "-k", help="Tokens drafted per iteration, 0 to 7.")] = 5,
+    batch: Annotated[str, typer.Option(help="Requests: one number or several, as 1,4.")] = "1",
+    distinct_experts: Annotated[
+        str | None,
+        typer.Option(
+            help="Experts that one request's rows reach in a drawn layer, on average, as 44,33; by default routing is even.",
             show_default=False,
         ),
     ] = None,
@@ -126,13 +131,15 @@ def bench_slice(
     Exchanges between ranks are counted, modelled and printed apart. Without a checkpoint it is GLM-5.2 with drawn weights.
     """
     from legato.bench.slice import Work
+    from legato.cli.figures import numbers
     from legato.cli.flags import overrides
-    from legato.cli.slice import Asked
+    from legato.cli.slice import Asked, works
     from legato.cli.slice import bench_slice as run
 
-    asked = Asked(model, dims, tp, rank, layers, dummy, format, distinct_experts, device, accept_length)
-    work = Work(batch, context, k, iterations, distinct_experts, latent, overrides(op or []))
-    run(asked, work, kernels, json)
+    asked = Asked(model, dims, tp, rank, layers, dummy, format, device, accept_length)
+    one = Work(1, 1, k, iterations, None, latent, overrides(op or []))
+    experts = numbers("--distinct-experts", distinct_experts) if distinct_experts is not None else [None]
+    run(asked, [*works(numbers("--context", context), numbers("--batch", batch), experts, one)], kernels, json)
 
 
 @app.command("serve")

@@ -5,8 +5,9 @@ Owns the combination of flags and what the terminal shows. Called by `legato.cli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from rich.table import Table
 from legato.bench.kernels import KernelTime
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
-from legato.bench.share import Share, drawn, first_layers, loaded
+from legato.bench.share import Share, drawn, first_layers, loaded, routed
 from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, Work, fields, measure, simulated
 from legato.cli.bench import device_named
 from legato.config import MAX_DRAFTS, ConfigError
@@ -24,7 +25,7 @@ from legato.engine.start import open_checkpoint, targets_of
 from legato.model.convert import Target
 from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
-from legato.ops import BindError, bind
+from legato.ops import BindError, Bindings, bind
 from legato.parallel import Mesh
 
 FORMATS: Mapping[str, Target | None] = {
@@ -45,26 +46,58 @@ class Asked:
     layers: int | None
     dummy: bool
     format: str
-    distinct_experts: float | None
     device: str
     accept_length: float | None
 
 
-def bench_slice(asked: Asked, work: Work, num_shown: int, path: Path | None) -> None:
-    """Builds the share, measures, prints and records. Raises ConfigError, SpecError or CheckpointError for what cannot be."""
-    if not 0 <= work.num_drafts <= MAX_DRAFTS:
-        raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {work.num_drafts}")
-    if asked.accept_length is not None and not 1 <= asked.accept_length <= work.num_drafts + 1:
+def works(
+    contexts: Sequence[int], batches: Sequence[int], experts: Sequence[float | None], one: Work
+) -> Iterator[Work]:
+    """Every combination, in everything else like `one`."""
+    for distinct, batch, context in product(experts, batches, contexts):
+        yield replace(one, context=context, batch=batch, distinct_experts=distinct)
+
+
+def bench_slice(asked: Asked, listed: Sequence[Work], num_shown: int, path: Path | None) -> None:
+    """Builds the share once; measures, prints and records each piece of work.
+
+    Raises:
+        ConfigError, SpecError, CheckpointError: for what cannot be measured; what was measured before is in the file.
+    """
+    if not listed:
+        raise ConfigError("--context, --batch and --distinct-experts need a number each")
+    num_drafts = listed[0].num_drafts
+    if not 0 <= num_drafts <= MAX_DRAFTS:
+        raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {num_drafts}")
+    if min(min(work.batch, work.context, work.iterations) for work in listed) < 1:
+        raise ConfigError("--batch, --context and --iterations must be at least 1")
+    if asked.accept_length is not None and not 1 <= asked.accept_length <= num_drafts + 1:
         raise ConfigError(
-            f"--simulate-accept-length must be between 1 and k + 1 = {work.num_drafts + 1}, got {asked.accept_length:g}"
+            f"--simulate-accept-length must be between 1 and k + 1 = {num_drafts + 1}, got {asked.accept_length:g}"
         )
     console, device = Console(), device_named(asked.device)
     try:
         # First of all: what is bound packs the weights as they are made.
-        bound = bind(targets_of(str(device)), dict(work.ops))
+        bound = bind(targets_of(str(device)), dict(listed[0].ops))
     except BindError as error:
         raise ConfigError(f"--op: {error}") from error
-    share = _share(asked, work, device)
+    share = _share(asked, listed, device)
+    for work in listed:
+        _measure(console, asked, share, work, bound, num_shown, path)
+
+
+def _measure(
+    console: Console,
+    asked: Asked,
+    share: Share,
+    work: Work,
+    bound: Bindings,
+    num_shown: int,
+    path: Path | None,
+) -> None:
+    device = share.weights.embed.device
+    if _is_drawn(asked):
+        share = routed(share, work.distinct_experts, work.num_drafts + 1)
     figure = measure(share, work, device, bound)
     setting = Setting.here(device)
     drawn_as = {"format": asked.format, "weights": "dummy"} if _is_drawn(asked) else {"weights": "checkpoint"}
@@ -82,7 +115,7 @@ def _is_drawn(asked: Asked) -> bool:
     return asked.dummy or asked.model is None
 
 
-def _share(asked: Asked, work: Work, device: torch.device) -> Share:
+def _share(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
     if asked.model is not None and asked.dims is not None:
         raise ConfigError("give a model or --dims, not both")
     if asked.dims is not None and asked.dims not in DIMENSIONS:
@@ -95,7 +128,7 @@ def _share(asked: Asked, work: Work, device: torch.device) -> Share:
         raise ConfigError(f"--rank and --tp: {error}") from error
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if not _is_drawn(asked):
-        if asked.layers is not None or asked.distinct_experts is not None:
+        if asked.layers is not None or any(work.distinct_experts is not None for work in listed):
             raise ConfigError(
                 "--layers and --distinct-experts need --dummy: a checkpoint has its layers and its router"
             )
@@ -107,7 +140,7 @@ def _share(asked: Asked, work: Work, device: torch.device) -> Share:
         else stored_spec(open_checkpoint(asked.model))
     )
     spec = first_layers(spec, asked.layers or spec.num_layers)
-    return drawn(spec, mesh, FORMATS[asked.format], asked.distinct_experts, work.num_drafts + 1, device, dtype)
+    return drawn(spec, mesh, FORMATS[asked.format], device, dtype)
 
 
 def _print(

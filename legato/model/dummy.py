@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from legato.model.convert import QUANTIZERS, Target, layout
-from legato.model.names import Expected, Group, Split, expected
+from legato.model.names import Expected, Group, Split, expected, layer_prefix
 from legato.model.shards import share_of, vocabulary_rows
 from legato.model.spec import ModelSpec, SpecError
-from legato.model.weights import GlmWeights, assemble
+from legato.model.weights import GlmWeights, LayerWeights, MoeWeights, assemble
 from legato.parallel.mesh import Mesh
 from legato.quant.dense import DenseWeight, Triple
 from legato.quant.formats import Format, split_multiple
@@ -154,6 +154,22 @@ def dummy_weights(
     """
     reader = DummyReader(spec, mesh, recipe, torch.device(device), dtype)
     return assemble(spec, reader, reader.head_rows())
+
+
+def rerouted(weights: GlmWeights, spec: ModelSpec, mesh: Mesh, recipe: Recipe) -> GlmWeights:
+    """The same drawn weights with the routers of another `recipe.spread`."""
+    reader = DummyReader(spec, mesh, recipe, weights.embed.device, weights.embed.dtype)
+
+    def layer(number: int, one: LayerWeights) -> LayerWeights:
+        if not isinstance(one.mlp, MoeWeights):
+            return one
+        bias = reader.float_tensor(layer_prefix(number) + "mlp.gate.e_score_correction_bias", one.mlp.bias.dtype)
+        return replace(one, mlp=replace(one.mlp, bias=bias))
+
+    layers, mtp = tuple(layer(number, one) for number, one in enumerate(weights.layers)), weights.mtp
+    if mtp is not None:
+        mtp = replace(mtp, layer=layer(spec.num_layers, mtp.layer), seeded=layer(spec.num_layers, mtp.seeded))
+    return replace(weights, layers=layers, mtp=mtp)
 
 
 @lru_cache(maxsize=8)

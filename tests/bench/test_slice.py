@@ -12,7 +12,7 @@ from legato.bench.kernels import by_kernel
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.roofline import traffic, traffic_of
-from legato.bench.share import drawn, first_layers
+from legato.bench.share import drawn, first_layers, routed
 from legato.bench.slice import Work, fields, measure, simulated
 from legato.bench.trace import Span
 from legato.cli.slice import Asked, bench_slice
@@ -39,7 +39,7 @@ def tiny() -> ModelSpec:
 
 
 def test_a_share_is_measured_and_recorded(tiny: ModelSpec, tmp_path: Path) -> None:
-    share = drawn(tiny, Mesh(1, 2), Target.NVFP4, None, NUM_DRAFTS + 1, CPU, torch.float32)
+    share = routed(drawn(tiny, Mesh(1, 2), Target.NVFP4, CPU, torch.float32), 3, NUM_DRAFTS + 1)
     figure = measure(share, WORK, CPU, bind(()))
     line = fields(share, WORK, figure, None, {"format": "nvfp4"}) | simulated(figure, 2.5)
     append(tmp_path / "slice.jsonl", [line], Setting.here(CPU))
@@ -61,7 +61,7 @@ def test_the_floor_of_drawn_weights_is_that_of_a_checkpoint(tmp_path: Path) -> N
     checkpoint = Checkpoint.open(tiny_checkpoint(tmp_path, "nvfp4"))
     spec = ModelSpec.from_config(checkpoint.config, name="tiny")
     formats = {name: stored.format for name, stored in survey(checkpoint, spec).linears.items()}
-    share = drawn(spec, Mesh(0, 2), Target.NVFP4, None, 3, CPU, torch.float32)
+    share = drawn(spec, Mesh(0, 2), Target.NVFP4, CPU, torch.float32)
     assert share.traffic == traffic_of(spec, formats, 2)
     of_checkpoint = traffic(checkpoint, 2)
     assert share.traffic.iteration(1, 5, 500) == of_checkpoint.iteration(1, 5, 500)
@@ -92,10 +92,10 @@ def test_glm_5_2_has_the_floor_that_was_computed_by_hand() -> None:
 def test_flags_that_contradict_are_refused(changes: dict[str, object], message: str) -> None:
     given = {
         "model": None, "dims": None, "tp": 8, "rank": 0, "layers": None, "dummy": False, "format": "nvfp4",
-        "distinct_experts": None, "device": "cpu", "accept_length": None,
+        "device": "cpu", "accept_length": None,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        bench_slice(Asked(**{**given, **changes}), WORK, 0, None)
+        bench_slice(Asked(**{**given, **changes}), [WORK], 0, None)
 
 
 def test_more_layers_than_there_are_are_refused(tiny: ModelSpec) -> None:

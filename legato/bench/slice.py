@@ -46,6 +46,10 @@ MODELLED_EXCHANGE_US = 5.0
 """Of one exchange between 8 ranks, until it has been measured; two per layer and pass, and one per pass over the output head."""
 
 
+class SliceError(RuntimeError):
+    """What was timed is not the work that was asked for; the message says in what."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What an iteration is made of: `batch` requests of `context` tokens, `num_drafts` drafts each, timed `iterations` times.
@@ -103,7 +107,8 @@ def measure(share: Share, work: Work, device: torch.device, bound: Bindings) -> 
     were bound before the weights were made.
 
     Raises:
-        ConfigError: the engine refuses a setting, or a request came to an end while it was timed.
+        ConfigError: the engine refuses a setting, or the caches do not fit.
+        SliceError: a request came to an end while it was timed, or hidden states are not finite.
     """
     runner, standing = _runner(share, work, device)
     stand(runner, standing)
@@ -265,7 +270,7 @@ def _loop(runner: Runner, plan: Plan, iterations: int, device: torch.device) -> 
 def _emitted(emissions: Any, counts: Any) -> int:
     for emission in emissions:
         if emission.done:
-            raise ConfigError(f"row {emission.row} came to an end while it was timed; use a longer context")
+            raise SliceError(f"row {emission.row} came to an end while it was timed")
     return sum(len(emission.tokens) for emission in emissions) if counts else 0
 
 
@@ -321,5 +326,7 @@ def _experts_reached(runner: Runner, share: Share, plan: Plan) -> float:
         runner.iteration, target=Glm(share.spec, replace(share.weights, layers=layers), share.communicator)
     )
     batch = build_batch(plan, runner.rows, share.spec, runner.settings.num_drafts)
-    counted.run(batch.within(runner.settings.score_bytes), runner.rows, PlainDraw(choose_greedy))
+    hidden, _ = counted.run(batch.within(runner.settings.score_bytes), runner.rows, PlainDraw(choose_greedy))
+    if not bool(hidden.isfinite().all()):
+        raise SliceError("hidden states are not finite: selection and routing were not those of numbers")
     return statistics.fmean(counts) if counts else 0.0

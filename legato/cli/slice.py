@@ -18,7 +18,7 @@ from legato.bench.kernels import KernelTime
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.share import Share, drawn, first_layers, loaded, routed
-from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, Work, fields, measure, simulated
+from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, SliceError, Work, fields, measure, simulated
 from legato.cli.bench import device_named
 from legato.config import MAX_DRAFTS, ConfigError
 from legato.engine.start import open_checkpoint, targets_of
@@ -98,7 +98,10 @@ def _measure(
     device = share.weights.embed.device
     if _is_drawn(asked):
         share = routed(share, work.distinct_experts, work.num_drafts + 1)
-    figure = measure(share, work, device, bound)
+    try:
+        figure = measure(share, work, device, bound)
+    except SliceError as error:
+        raise ConfigError(str(error)) from error
     setting = Setting.here(device)
     drawn_as = {"format": asked.format, "weights": "dummy"} if _is_drawn(asked) else {"weights": "checkpoint"}
     line = fields(share, work, figure, setting.gpu, drawn_as)

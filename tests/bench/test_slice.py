@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.roofline import traffic, traffic_of
 from legato.bench.share import drawn, first_layers, routed
-from legato.bench.slice import Work, fields, measure, simulated
+from legato.bench.slice import SliceError, Work, fields, measure, simulated
 from legato.bench.trace import Span
 from legato.cli.slice import Asked, bench_slice
 from legato.config import ConfigError
@@ -118,3 +119,10 @@ def test_layers_use_latent_caches_in_turn(tiny: ModelSpec) -> None:
     assert latents == [latents[0], latents[1], latents[2], latents[0], latents[1]] and len(set(latents)) == 3
     indexes = [cache.index.data_ptr() for cache in caches if cache.index is not None]
     assert len(indexes) == len(set(indexes)) == tiny.num_full + 1
+
+
+def test_numbers_that_are_none_are_no_measurement(tiny: ModelSpec) -> None:
+    share = drawn(tiny, Mesh(0, 2), None, CPU, torch.float32)
+    share.weights.norm[0] = torch.nan
+    with pytest.raises(SliceError, match="not finite"):
+        measure(share, replace(WORK, num_drafts=0, iterations=1), CPU, bind(()))

@@ -371,6 +371,8 @@ def prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys):
 def prologue_bf16(x, qkv_weight, q_weight, w_uk, q_norm, norm, index_norm, places, cache, keys):
     qkv = (double(x) @ double(qkv_weight).T).to(x.dtype)
     q = linear_bf16_normed(qkv[:, : q_norm.weight.shape[0]], q_norm.weight, q_norm.eps, q_weight).to(x.dtype)
+    if index_norm is None:
+        return prologue_shared(qkv, q, w_uk, norm, places, cache)
     q, queries, gates, cache, keys = prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys)
     scores = [sum(gates[row, :, None] * (queries[row] @ keys.view(-1, 128).T).clamp_min(0)) for row in range(len(q))]
     return q, torch.stack(scores), cache

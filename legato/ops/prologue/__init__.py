@@ -128,20 +128,22 @@ def prologue_bf16(
     w_uk: Tensor,
     q_norm: LatentNorm,
     norm: LatentNorm,
-    index_norm: IndexNorm,
+    index_norm: IndexNorm | None,
     places: Places,
     cache: Tensor,
-    keys: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`prologue_full` with the two products before it: all that a full layer does between its normed hidden states and the
-    selection, over bfloat16 or float32 weights. The model makes the same calls with weights of any format; here they are one
-    op so that whole chains can be compared.
+    keys: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """`prologue_full`, or `prologue_shared` where there are no `index_norm` and `keys`, with the two products before it: all
+    that a layer does between its normed hidden states and the selection, over bfloat16 or float32 weights. The model makes
+    the same calls with weights of any format; here they are one op so that whole chains can be compared.
 
-    x [T, D], qkv_weight [Q+C+R+X+I, D], q_weight [H*(N+R)+I*X, Q], q_norm: of the query latent; the others, the result and
-    what is written as in `prologue_full`.
+    x [T, D], qkv_weight [Q+C+R(+X+I), D], q_weight [H*(N+R)(+I*X), Q], q_norm: of the query latent; the others, the result
+    (a tuple of one without an indexer) and what is written as there.
     """
     qkv = linear_bf16.reference(x, qkv_weight)
     q = linear_bf16_normed.reference(qkv[:, : q_norm.weight.shape[0]], q_norm.weight, q_norm.eps, q_weight)
+    if index_norm is None or keys is None:
+        return (prologue_shared.reference(qkv, q, w_uk, norm, places, cache),)
     return prologue_full.reference(qkv, q, w_uk, norm, index_norm, places, cache, keys)
 
 
@@ -249,15 +251,18 @@ def _case(name: str, shape: _Shape, rows: int, dtype: torch.dtype, caches: tuple
 
 def _scored(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Index queries and keys by what they are for, their scores: a rotation of both changes nothing there."""
+    if arguments[6] is None:
+        return _as_numbers(arguments, outputs)
     q, index_q, gates, cache, keys = outputs
     cache, keys = _as_numbers(arguments, (cache, keys))
     dots = torch.einsum("tix,kx->tik", index_q.float(), keys.flatten(0, -2))
     return q, torch.einsum("ti,tik->tk", gates, dots.relu_()), cache
 
 
-def _chain_case(rows: int, hidden: int, shape: _Shape, dtype: torch.dtype) -> Case:
-    first = shape.rank + _LATENT + _ROPE + _INDEX + _INDEX_HEADS
-    second = shape.heads * (shape.nope + _ROPE) + _INDEX_HEADS * _INDEX
+def _chain_case(name: str, rows: int, hidden: int, shape: _Shape, dtype: torch.dtype) -> Case:
+    full = name == "full"
+    first = shape.rank + _LATENT + _ROPE + (_INDEX + _INDEX_HEADS if full else 0)
+    second = shape.heads * (shape.nope + _ROPE) + (_INDEX_HEADS * _INDEX if full else 0)
 
     def make(draw: Draw) -> tuple[Any, ...]:
         def norm(width: int) -> Tensor:
@@ -270,19 +275,19 @@ def _chain_case(rows: int, hidden: int, shape: _Shape, dtype: torch.dtype) -> Ca
             draw.normal(shape.heads, shape.nope, _LATENT, dtype=dtype, scale=shape.nope**-0.5),
             LatentNorm(norm(shape.rank), 1e-5),
             LatentNorm(norm(_LATENT), 1e-5),
-            IndexNorm(norm(_INDEX), draw.normal(_INDEX, dtype=dtype, scale=0.1), 1e-6),
+            IndexNorm(norm(_INDEX), draw.normal(_INDEX, dtype=dtype, scale=0.1), 1e-6) if full else None,
             _places(draw, rows, 6),
             latent_cache(draw, dtype),
-            index_cache(draw, torch.uint8),
+            index_cache(draw, torch.uint8) if full else None,
         )
 
     numbers = first * hidden + second * shape.rank + shape.heads * shape.nope * _LATENT
     return Case(
         prologue_bf16,
-        f"prologue_bf16 rows={rows} hidden={hidden} heads={shape.heads} nope={shape.nope} {str(dtype)[6:]}",
+        f"prologue_bf16 {name} rows={rows} hidden={hidden} heads={shape.heads} nope={shape.nope} {str(dtype)[6:]}",
         make,
         Tolerance(2.0**-4, 2.0**-3),
-        mutates=(8, 9),
+        mutates=(8, 9) if full else (8,),
         weights=(1, 2, 3),
         bytes=numbers * dtype.itemsize,
         flops=2 * rows * numbers,
@@ -319,6 +324,6 @@ CASES = (
         for rows in (1, 6, 16, 128)
         for latent in (_BF16, _BYTES)
     ),
-    _chain_case(6, 64, _SMALL, _F32),
-    *(_chain_case(rows, 6144, _RANK_OF_8, _BF16) for rows in (1, 6, 16, 128)),
+    *(_chain_case(name, 6, 64, _SMALL, _F32) for name in ("shared", "full")),
+    *(_chain_case(name, rows, 6144, _RANK_OF_8, _BF16) for name in ("shared", "full") for rows in (1, 6, 16, 128)),
 )

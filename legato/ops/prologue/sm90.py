@@ -117,14 +117,16 @@ def run_chain(
     w_uk: Tensor,
     q_norm: LatentNorm,
     norm: LatentNorm,
-    index_norm: IndexNorm,
+    index_norm: IndexNorm | None,
     places: Places,
     cache: Tensor,
-    keys: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keys: Tensor | None,
+) -> tuple[Tensor, ...]:
     """Three launches, each started while the one before it runs."""
     qkv = gemm.run_bf16(x, qkv_weight)
     q = gemm.run_normed(qkv[:, : q_norm.weight.shape[0]], q_norm.weight, q_norm.eps, q_weight)
+    if index_norm is None or keys is None:
+        return (run_shared(qkv, q, w_uk, norm, places, cache),)
     return run_full(qkv, q, w_uk, norm, index_norm, places, cache, keys)
 
 

@@ -1,7 +1,7 @@
 # pyright: basic
-"""The prologue of a full layer as a chain of single steps: what `sm90.py` is measured against.
+"""The prologue of a layer as a chain of single steps: what `sm90.py` is measured against.
 
-Owns the chain: 22 launches, of which 12 are the indexer's (with the Hadamard transforms that production kernels apply to
+Owns the chain: 10 launches, and on full layers 12 of the indexer (with the Hadamard transforms that production kernels apply to
 queries and keys, and that cancel in their product). Must not be a target of `bind` by default. Asked for by name:
 `legato bench ops prologue -i sm90_unfused`. Products are this package's own, so that only what stands between them differs.
 """
@@ -36,10 +36,12 @@ def _step(name: str, items: int, *arguments: object) -> None:
 
 
 def pack(qkv_weight: Tensor, q_weight: Tensor, w_uk: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Each matrix by itself: (q_a with kv_a, wk, weights_proj), (q_b, wq_b), w_uk."""
+    """Each matrix by itself: (q_a with kv_a, wk, weights_proj), (q_b, wq_b), w_uk; the indexer's only where there is one."""
     heads, nope, _ = w_uk.shape
     own = heads * (nope + _ROPE)
     index_heads = (q_weight.shape[0] - own) // _INDEX
+    if not index_heads:
+        return (sm90.pack_bf16(qkv_weight),), (sm90.pack_bf16(q_weight),), sm90_heads.pack(w_uk.transpose(1, 2))
     inputs = qkv_weight.split((qkv_weight.shape[0] - _INDEX - index_heads, _INDEX, index_heads))
     queries = q_weight.split((own, q_weight.shape[0] - own))
     return (
@@ -57,13 +59,13 @@ def run(
     w_uk: Tensor,
     q_norm: LatentNorm,
     norm: LatentNorm,
-    index_norm: IndexNorm,
+    index_norm: IndexNorm | None,
     places: Places,
     cache: Tensor,
-    keys: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keys: Tensor | None,
+) -> tuple[Tensor, ...]:
     """The chain over weights that `pack` took apart, for a bfloat16 latent cache and byte keys. Raises ValueError for others."""
-    if x.dtype != torch.bfloat16 or cache.dtype != torch.bfloat16 or keys.dtype != torch.uint8:
+    if x.dtype != torch.bfloat16 or cache.dtype != torch.bfloat16 or (keys is not None and keys.dtype != torch.uint8):
         raise ValueError(
             f"the unfused chain takes bfloat16 rows and latents and byte keys, not {x.dtype}, {cache.dtype}"
         )
@@ -91,6 +93,8 @@ def run(
     absorbed[..., :_LATENT] = sm90_heads.run(q[..., : head_dim - _ROPE], w_uk)
     absorbed[..., _LATENT:] = rope
 
+    if index_norm is None or keys is None:
+        return (absorbed,)
     index_q, gates = _indexed(x, q_lora, qkv_weight[1:], q_weight[1], index_norm, places, keys)
     return absorbed, index_q, gates
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +17,13 @@ from legato.ops.compiled import compilations
 from legato.plan import Extend, Plan
 from legato.runtime.batch import build_batch
 from legato.runtime.decode import Decoder
-from legato.runtime.draw import CHOICES, PlainDraw
+from legato.runtime.draw import CHOICES, PlainDraw, Variant
 from legato.runtime.runner import Runner
 
 LOG = logging.getLogger(__name__)
 
+_STRIDE = 7919
+"""A prime, between the ids of neighbouring tokens of the prompts that are run."""
 Report = Callable[[str, int, int], None]
 """What is being done, how many steps of it are done, and of how many."""
 
@@ -52,7 +54,7 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
     sizes = prompt_sizes(min(runner.settings.chunk_tokens, runner.settings.context))
     for done, size in enumerate(sizes):
         report(f"warming up prompts of {size}", done, len(sizes))
-        _run_prompt(runner, size)
+        run_prompt(runner, size, CHOICES if size == sizes[-1] else ("greedy",))
     torch.cuda.synchronize()
     prompts_done = time.perf_counter()
     LOG.info("warm-up of prompts: %.1f s, %d kernels compiled", prompts_done - started, compilations() - before)
@@ -68,13 +70,14 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
     return took
 
 
-def _run_prompt(runner: Runner, size: int) -> None:
-    """A chunk, and the end of a prompt with each way of sampling."""
-    for next_token in (0, None):
-        plan = Plan(0, (), (Extend(0, 0, (0,) * size, next_token),), ())
-        for choose in CHOICES.values():
-            batch = build_batch(plan, runner.rows, runner.spec, runner.settings.num_drafts)
-            runner.iteration.run(batch.within(runner.settings.score_bytes), runner.rows, PlainDraw(choose))
+def run_prompt(runner: Runner, size: int, variants: Collection[Variant]) -> None:
+    """A chunk of a prompt, and the end of one with each way of sampling. Different tokens, so that many experts are reached."""
+    tokens = tuple(position * _STRIDE % runner.spec.vocab_size for position in range(size))
+    draws = [(0, PlainDraw(CHOICES["greedy"])), *((None, PlainDraw(CHOICES[variant])) for variant in variants)]
+    for next_token, draw in draws:
+        plan = Plan(0, (), (Extend(0, 0, tokens, next_token),), ())
+        batch = build_batch(plan, runner.rows, runner.spec, runner.settings.num_drafts)
+        runner.iteration.run(batch.within(runner.settings.score_bytes), runner.rows, draw)
     runner.rows.lengths[0].fill_(0)
 
 

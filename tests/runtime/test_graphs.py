@@ -12,13 +12,15 @@ from legato.engine.start import EMBEDDED_CHECKPOINT
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
+from legato.model.weights import Residency, load_weights
 from legato.plan import Admit, Plan
 from legato.runtime.batch import Layout, build_batch, decode_batch
 from legato.runtime.graphs import Seats, bucket_of, buckets
 from legato.runtime.mailbox import DEPTH, Letter, Line, Mailbox, MailboxError, Ring
 from legato.runtime.rows import Rows
+from legato.runtime.runner import Runner
 from legato.runtime.speculate import Verified
-from legato.runtime.warmup import prompt_sizes
+from legato.runtime.warmup import prompt_sizes, run_prompt
 
 CPU = torch.device("cpu")
 K = 5
@@ -123,6 +125,20 @@ def test_a_letter_on_its_way_is_polled():
     event, (lines, number) = Event(), written()
     assert len(Letter(lines, number, event, lines).read()) == 2  # type: ignore[arg-type]
     assert event.looks == 4
+
+
+def test_warming_up_leaves_no_trace(spec: ModelSpec):
+    weights = load_weights(
+        Checkpoint.open(str(EMBEDDED_CHECKPOINT)), spec, device="cpu", dtype=torch.float32, resident=Residency.DENSE
+    )
+    settings = resolve(Config(), max_position=spec.max_position, has_mtp=True, cuda_available=False)
+    runner = Runner(spec, weights, replace(settings, cache_tokens=128, max_running=1))
+    held = {field.name: getattr(runner.rows, field.name) for field in fields(runner.rows)}
+    held |= {f"latent {layer}": cache.latent for layer, cache in enumerate(runner.iteration.caches)}
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    with torch.inference_mode():
+        run_prompt(runner, 20, ("greedy", "general"))
+    assert [name for name, tensor in held.items() if not torch.equal(tensor, before[name])] == []
 
 
 def test_prompts_are_warmed_up_at_both_sides_of_every_border():

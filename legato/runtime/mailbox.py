@@ -66,12 +66,12 @@ class MailboxError(RuntimeError):
 @dataclass(slots=True)
 class Letter:
     """The lines of one iteration, there or on their way. `number` is what the device must have written into them; `source` keeps
-    what is being copied."""
+    what is being copied until it has been read."""
 
     lines: Tensor
     number: int
     sent: torch.cuda.Event | None
-    source: Tensor
+    source: Tensor | None
     is_read: bool = False
 
     def read(self) -> list[Line]:
@@ -84,7 +84,7 @@ class Letter:
         while self.sent is not None and not self.sent.query():
             time.sleep(POLL_S)
         lines: list[list[int]] = self.lines.tolist()
-        self.is_read = True
+        self.is_read, self.source = True, None
         for line in lines:
             if line[-1] != self.number:
                 raise MailboxError(f"letter {self.number} arrived as {line[-1]}")

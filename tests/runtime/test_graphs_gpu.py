@@ -154,9 +154,9 @@ def taken() -> dict[str, int]:
 def test_the_steady_state_never_waits_and_takes_no_memory():
     served = engine(dtype="bfloat16")
     served.submit(Request("r", PROMPTS[0], SamplingParams(max_tokens=7000, temperature=0.0), (), 0))
-    for _ in range(8):
+    for _ in range(12):  # until every letter of the prompt's iterations has been read
         served.turn()
-    before, turns = taken(), 0
+    turns, before = 0, taken()
     torch.cuda.set_sync_debug_mode("error")
     try:
         while turns < 1000 and served.has_work:
@@ -223,5 +223,6 @@ def test_two_hundred_requests_with_aborts_leave_nothing_behind():
                 ended += 1
     assert ended == 200
     served.flush_cache()
+    served.turn()
     assert served.gauges == before
     assert torch.cuda.memory_allocated() == allocated

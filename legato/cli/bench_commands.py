@@ -131,8 +131,7 @@ def bench_slice(
     Exchanges between ranks are counted, modelled and printed apart. Without a checkpoint it is GLM-5.2 with drawn weights.
     """
     from legato.bench.slice import Work
-    from legato.cli.figures import numbers
-    from legato.cli.flags import overrides
+    from legato.cli.flags import numbers, overrides
     from legato.cli.slice import Asked, works
     from legato.cli.slice import bench_slice as run
 
@@ -288,7 +287,7 @@ def bench_pareto(
     from legato.bench.load.run import Load
     from legato.bench.pareto import Sweep
     from legato.cli.figures import bench_pareto as run
-    from legato.cli.figures import numbers
+    from legato.cli.flags import numbers
     from legato.config import Config, ExecutionConfig
 
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
@@ -325,7 +324,7 @@ def bench_isl(
     """Iteration time, accept length and tokens/s over the length of the prompt, for one user."""
     pictures = _pictures(plot)
     from legato.cli.figures import bench_isl as run
-    from legato.cli.figures import numbers
+    from legato.cli.flags import numbers
 
     engine = EngineFlags(
         model=model,

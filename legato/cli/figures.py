@@ -22,23 +22,12 @@ from legato.bench.memory import read_bytes_per_s
 from legato.bench.record import MEASURED_BANDWIDTH, Setting, append, without_nan
 from legato.bench.roofline import Traffic, traffic
 from legato.cli.bench import device_named
-from legato.config import Config, ConfigError
+from legato.config import Config
 from legato.engine.start import open_checkpoint
 from legato.llm import LLM
 from legato.model.checkpoint import Checkpoint
 
 FLOAT32_BYTES = 4
-
-
-def numbers(name: str, text: str) -> tuple[int, ...]:
-    """`1,2,4` as numbers; K's of 1024 as `1K`. Raises ConfigError with the option's name."""
-    try:
-        return tuple(
-            1024 * int(part[:-1]) if part[-1:].upper() == "K" else int(part)
-            for part in (piece.strip() for piece in text.split(",")) if part
-        )  # fmt: skip
-    except ValueError as error:
-        raise ConfigError(f"{name} must be whole numbers separated by commas, got {text!r}") from error
 
 
 def bench_pareto(

@@ -214,6 +214,17 @@ def overrides(given: list[str]) -> dict[str, str]:
     return found
 
 
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """`1,2,4` as numbers; K's of 1024 as `1K`. Raises ConfigError with the option's name."""
+    try:
+        return tuple(
+            1024 * int(part[:-1]) if part[-1:].upper() == "K" else int(part)
+            for part in (piece.strip() for piece in text.split(",")) if part
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"{name} must be whole numbers separated by commas, got {text!r}") from error
+
+
 def _bias(given: list[str]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for entry in given:

@@ -1,20 +1,21 @@
 // Exact, deterministic top-k of ragged float32 rows, with the page transform, on clusters of thread blocks.
 //
-// One cluster of C blocks (C = 1, 2, 4, 8, 16) owns a row; each block owns a contiguous slice of it, each warp a
+// One cluster of C blocks (C = 1, 2, 4, 8, 16) has a row; of them as many as its length is worth share it, and the others leave
+// at once. Each block owns a contiguous slice, each warp a
 // contiguous part of the slice, in steps of 128 scores. A score and its position form one integer, its *rank*:
 //     rank = order(score) << bits | position,       order: descending scores, NaN last, -0.0 == +0.0
 // No two ranks are equal, so "the k smallest ranks" is one set, whatever the bits and whatever the timing.
 //
 // The quick way reads the row once and keeps only what a sample says may be chosen:
-//   1. every block reads the same sample of the row, and takes from it two orders, `low` and `high`, between which the
-//      k-th most likely lies
-//   2. every warp lists the ranks of its part that are not beyond `high`, and counts them in 256 bins from low to high
-//   3. the blocks add their bins into every block's total (remote atomics that signal an mbarrier: one hop), so all know
-//      the bin of the k-th rank
+//   1. every block reads the same sample of the row, and takes from it two scores between which the k-th most likely lies
+//   2. every warp lists the scores of its part that are not below the lower one, and counts them in 256 bins; a slice of one
+//      line a warp stays in registers instead
+//   3. the blocks send their bins to every block (one hop: remote stores that signal an mbarrier), so all know the bin of the
+//      k-th rank, and how many ranks of it and above it the blocks before them have
 //   4. the ranks in that bin go to every block (second hop), which finds the k-th rank by counting
-//   5. listed ranks up to it are written in ascending position: offsets are sums of counts that every block now knows
-// If the sample misled (fewer than k listed, a list too short, a bin too full), which all blocks see alike after the
-// first hop, the row is done again in the exhaustive way, which assumes nothing:
+//   5. listed scores up to it are written in ascending position: offsets are sums of counts that every block now knows
+// If the sample misled (fewer than k listed, a list too short, a bin too full), which all blocks see alike after the first
+// hop, the row is done again in the exhaustive way, which assumes nothing:
 //   1. a 4096-bin histogram of the top 12 bits of `order`, added up over the cluster
 //   2. while the bin of the k-th rank holds more than CANDIDATES ranks, the next digit of those ranks is counted in the
 //      same way: at last digits of the position, so the loop always ends
@@ -548,7 +549,7 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
 // ---------------------------------------------------------------- the quick way
 
 constexpr int QUICK_BITS = 8, QUICK_BINS = 1 << QUICK_BITS;
-constexpr int CROWD = 128;       // ranks of the boundary bin, over the whole row
+constexpr int CROWD = 512;       // ranks of the boundary bin, over the whole row
 constexpr int GROUPS = 32;       // of samples
 constexpr int GROUP_BITS = 4;    // log2 of a group's samples, at most
 constexpr int SAMPLES = (GROUPS << GROUP_BITS) / THREADS > 1 ? (GROUPS << GROUP_BITS) / THREADS : 1;  // of a thread
@@ -625,7 +626,7 @@ __device__ __forceinline__ Places places_of(float chosen_in_group) {
   const float share = 1.0f - exp2f(-1.442695f * chosen_in_group), mean = GROUPS * share;
   const float spread = __fsqrt_rn(mean * (1.0f - share));
   return {static_cast<u32>(min(GROUPS - 1.0f, ceilf(mean + 4.0f * spread))),
-          static_cast<u32>(max(0.0f, floorf(mean - 3.5f * spread) - 1.0f)), mean < 4.0f ? 2.0f : 0.0f};
+          static_cast<u32>(max(0.0f, floorf(mean - 3.5f * spread) - 1.0f)), mean < 2.0f ? 2.0f : mean < 4.0f ? 1.0f : 0.0f};
 }
 
 __device__ __forceinline__ float score_of(u32 order) {

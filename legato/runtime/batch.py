@@ -159,21 +159,21 @@ def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, layout: Layo
         layout: of B and K.
     """
     num_requests, width = layout.row_index.shape
-    ids, *stands = decode_rows(
+    ids, positions, request, visible, slots, cos, sin, base, offered = decode_rows(
         sampler_rows,
         rows.tokens,
         rows.lengths,
         rows.done,
+        rows.num_drafts,
         rows.page_table,
         width,
         spec.rope_theta,
         spec.rope_dim,
     )
-    positions, request, visible, slots, cos, sin = stands
     samplers = Samplers(
         rows=sampler_rows,
-        base=positions[::width].contiguous(),
-        num_drafts=rows.num_drafts[sampler_rows].clamp(max=width - 1),
+        base=base,
+        num_drafts=offered,
         drafts=ids.view(num_requests, width)[:, 1:],
         row_index=layout.row_index,
         sampler_of=layout.sampler_of,

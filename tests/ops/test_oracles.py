@@ -626,14 +626,20 @@ def advance_rows(tokens, lengths, done, rows, base, sampled, counts, ended, draf
 
 
 @oracle
-def decode_rows(places, tokens, lengths, done, page_table, width, theta, rope_dim):
-    stands = [(row, depth) for row in places.tolist() for depth in range(width)]
-    ids = torch.tensor([int(tokens[row, depth]) for row, depth in stands])
-    positions = torch.tensor([int(lengths[row]) + depth for row, depth in stands])
-    rows = torch.tensor([row for row, _ in stands])
-    slots = cache_slots(page_table, rows, positions)
-    slots = torch.tensor([-1 if done[row] else slot for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)])
-    return ids, positions, rows, positions + 1, slots, *rope_angles(positions, theta, rope_dim)
+def decode_rows(places, tokens, lengths, done, num_drafts, page_table, width, theta, rope_dim):
+    ids, positions, rows, slots = [], [], [], []
+    for place in places.tolist():
+        row = place or int(places[0])
+        for depth in range(width):
+            ids.append(int(tokens[row, depth]))
+            rows.append(row)
+            positions.append(int(lengths[row]) + depth)
+            slot = cache_slots(page_table, torch.tensor(rows[-1:]), torch.tensor(positions[-1:]))
+            slots.append(-1 if done[place] else int(slot))
+    at = torch.tensor(positions)
+    offered = torch.tensor([min(int(num_drafts[place]), width - 1) for place in places.tolist()])
+    stands = torch.tensor(ids), at, torch.tensor(rows), at + 1, torch.tensor(slots), *rope_angles(at, theta, rope_dim)
+    return *stands, torch.tensor([int(lengths[place]) for place in places.tolist()]), offered
 
 
 @oracle

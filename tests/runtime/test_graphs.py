@@ -62,9 +62,12 @@ def test_a_batch_made_on_the_device_is_the_one_made_on_the_host(rows, spec):
 
 
 def test_padding_stores_nothing_and_a_row_without_drafts_accepts_none(rows, spec):
+    rows.num_drafts[0] = K  # as nothing keeps it from being
     batch = decode_batch(torch.tensor([4, 0, 0]), rows, spec, Layout.of(3, K, CPU))
     assert batch.samplers is not None
-    assert batch.samplers.num_drafts.tolist() == [0, 0, 0]
+    assert batch.samplers.num_drafts.tolist() == [0, K, K] and batch.samplers.base.tolist() == [80, 0, 0]
+    # They run what the first place runs: nothing of their own is read.
+    assert batch.ids.view(3, -1).unique(dim=0).shape[0] == 1 and set(batch.step.request.tolist()) == {4}
     assert (batch.step.slots[K + 1 :] == -1).all() and (batch.step.slots[: K + 1] >= 0).all()
     assert batch.step.lengths.min() >= 1 and batch.step.positions[:2].tolist() == [80, 81]
 

@@ -16,7 +16,7 @@ from legato.ops.op import op
 from legato.ops.pointwise import rope_angles
 from legato.ops.rows.table import cache_slots, gather_rows
 
-Stands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Stands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @op
@@ -25,6 +25,7 @@ def decode_rows(
     tokens: Tensor,
     lengths: Tensor,
     done: Tensor,
+    num_drafts: Tensor,
     page_table: Tensor,
     width: int,
     theta: float,
@@ -32,17 +33,24 @@ def decode_rows(
 ) -> Stands:
     """B requests with `width` = K + 1 rows each: the newest token, then the drafts behind it.
 
+    A place that holds row 0 is empty: it runs the rows of the first place once more, which reaches no expert and reads no page
+    that they do not, and stores nothing.
+
     places [B] int64 rows of the table, any number of them 0; tokens [M, K_max + 1] int64, lengths [M] int64 (the newest
-    token's position), done [M] bool, page_table [M, P] int32 -> with T = B * width, request by request: ids [T] int64,
-    positions [T] int64, request [T] int32 (row of the table), visible [T] int32 keys (position + 1), slots [T] int32 (-1 where
-    nothing is stored: finished, or past the table), cos and sin [T, rope_dim / 2] float32 (`rope_angles`).
+    token's position), done [M] bool (row 0's is True), num_drafts [M] int64, page_table [M, P] int32 -> with T = B * width,
+    request by request: ids [T] int64, positions [T] int64, request [T] int32 (row of the page table), visible [T] int32 keys
+    (position + 1), slots [T] int32 (-1 where nothing is stored: empty, finished, or past the table), cos and sin
+    [T, rope_dim / 2] float32 (`rope_angles`); and for each place base [B] int64 (its row's length), offered [B] int64 drafts
+    (its row's, at most K).
     """
-    rows = places[:, None].expand(-1, width).reshape(-1)
+    shown = torch.where(places > 0, places, places[:1])
+    rows, owners = (some[:, None].expand(-1, width).reshape(-1) for some in (shown, places))
     depth = torch.arange(width, device=places.device).expand(places.shape[0], -1).reshape(-1)
     ids, positions = gather_rows.reference(tokens, lengths, rows, depth)
-    slots = cache_slots.reference(page_table, rows, positions).masked_fill(done[rows], -1)
+    slots = cache_slots.reference(page_table, rows, positions).masked_fill(done[owners], -1)
     cos, sin = rope_angles.reference(positions, theta, rope_dim)
-    return ids, positions, rows.to(torch.int32), (positions + 1).to(torch.int32), slots, cos, sin
+    stands = ids, positions, rows.to(torch.int32), (positions + 1).to(torch.int32), slots, cos, sin
+    return *stands, lengths[places], num_drafts[places].clamp(max=width - 1)
 
 
 @op
@@ -69,12 +77,13 @@ _ANGLES = Tolerance(0.0, 2e-6)
 
 def _decode_case(requests: int, width: int) -> Case:
     def make(draw: Draw) -> tuple[Any, ...]:
-        places = draw.integers(requests, low=0, high=17, dtype=torch.int64)
+        places = draw.integers(requests, low=-5, high=17, dtype=torch.int64).clamp_min(0)  # about a third of them empty
         return (
             places,
             draw.integers(17, 8, low=0, high=8192, dtype=torch.int64),
             draw.integers(17, low=0, high=40 * 64, dtype=torch.int64),
-            draw.integers(17, low=0, high=4) == 0,
+            (draw.integers(17, low=0, high=4) == 0) | (torch.arange(17, device=draw.device) == 0),
+            draw.integers(17, low=0, high=8, dtype=torch.int64),
             draw.integers(17, 40, low=-1, high=1000),
             width,
             8e6,

@@ -21,12 +21,13 @@ __device__ __forceinline__ void angles(float *cosine, float *sine, const float *
 
 // One block per row.
 extern "C" __global__ void decode_rows(const i64 *places, const i64 *tokens, const i64 *lengths,
-                                       const unsigned char *done, const int *page_table, const float *frequencies,
-                                       i64 *ids, i64 *positions, int *request, int *visible, int *slots, float *cosine,
-                                       float *sine, int width, int token_stride, int table_width, int half) {
+                                       const unsigned char *done, const i64 *num_drafts, const int *page_table,
+                                       const float *frequencies, i64 *ids, i64 *positions, int *request, int *visible,
+                                       int *slots, float *cosine, float *sine, i64 *base, i64 *offered, int width,
+                                       int token_stride, int table_width, int half) {
   begin();
-  const int row = blockIdx.x, depth = row % width;
-  const i64 place = places[row / width], position = lengths[place] + depth;
+  const int row = blockIdx.x, depth = row % width, b = row / width;
+  const i64 owner = places[b], place = owner ? owner : places[0], position = lengths[place] + depth;
   angles(cosine, sine, frequencies, half, row, position);
   if (threadIdx.x) return;
   ids[row] = tokens[place * token_stride + depth];
@@ -34,11 +35,14 @@ extern "C" __global__ void decode_rows(const i64 *places, const i64 *tokens, con
   request[row] = (int)place;
   visible[row] = (int)(position + 1);
   int slot = -1;
-  if (!done[place] && position >= 0 && position < (i64)table_width * 64) {
+  if (!done[owner] && position >= 0 && position < (i64)table_width * 64) {
     const int page = page_table[place * table_width + position / 64];
     if (page >= 0) slot = page * 64 + (int)(position % 64);
   }
   slots[row] = slot;
+  if (depth) return;
+  base[b] = lengths[owner];
+  offered[b] = num_drafts[owner] < width - 1 ? num_drafts[owner] : width - 1;
 }
 
 // One block per row of the chain, step by step.

@@ -53,22 +53,24 @@ def decode_rows_sm90(
     tokens: Tensor,
     lengths: Tensor,
     done: Tensor,
+    num_drafts: Tensor,
     page_table: Tensor,
     width: int,
     theta: float,
     rope_dim: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One launch; places, tokens and lengths int64 and contiguous, the page table int32 and contiguous."""
-    _checked("decode_rows", places=places, tokens=tokens, lengths=lengths)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One launch; places, tokens, lengths and num_drafts int64 and contiguous, the page table int32 and contiguous."""
+    _checked("decode_rows", places=places, tokens=tokens, lengths=lengths, num_drafts=num_drafts)
     page_table = page_table.to(torch.int32).contiguous()
     rows = places.shape[0] * width
     ids, positions = (torch.empty(rows, dtype=torch.int64, device=places.device) for _ in range(2))
     request, visible, slots = (torch.empty(rows, dtype=torch.int32, device=places.device) for _ in range(3))
     cos, sin = (torch.empty(rows, rope_dim // 2, dtype=torch.float32, device=places.device) for _ in range(2))
     frequencies = rope_frequencies(places.device, theta, rope_dim)
-    made = ids, positions, request, visible, slots, cos, sin
+    base, offered = torch.empty_like(places), torch.empty_like(places)
+    made = ids, positions, request, visible, slots, cos, sin, base, offered
     sizes = width, tokens.shape[1], page_table.shape[1], rope_dim // 2
-    _DECODE(_each(rows), places, tokens, lengths, done, page_table, frequencies, *made, *sizes)
+    _DECODE(_each(rows), places, tokens, lengths, done, num_drafts, page_table, frequencies, *made, *sizes)
     return made
 
 

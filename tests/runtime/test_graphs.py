@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from legato.config import Config, resolve
+from legato.config import Config, ConfigError, ExecutionConfig, Switch, resolve
 from legato.engine.start import EMBEDDED_CHECKPOINT
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
@@ -142,6 +142,18 @@ def test_warming_up_leaves_no_trace(spec: ModelSpec):
     with torch.inference_mode():
         run_prompt(runner, 20, ("greedy", "general"))
     assert [name for name, tensor in held.items() if not torch.equal(tensor, before[name])] == []
+
+
+def test_what_a_device_decides():
+    def settled(device: str, graphs: Switch = "auto") -> tuple[bool, str]:
+        config = Config(execution=ExecutionConfig(device=device, graphs=graphs))
+        settings = resolve(config, max_position=512, has_mtp=True, cuda_available=True)
+        return settings.graphs, settings.dtype
+
+    assert settled("cuda") == (True, "bfloat16") and settled("cuda", "off") == (False, "bfloat16")
+    assert settled("cpu") == (False, "float32")
+    with pytest.raises(ConfigError, match="graphs on"):
+        settled("cpu", "on")
 
 
 def test_prompts_are_warmed_up_at_both_sides_of_every_border():

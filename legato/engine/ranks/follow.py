@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from legato.config import Config, ConfigError, RankAddress
 from legato.engine.bond import die_with
 from legato.engine.ranks.board import Board, Signs
-from legato.engine.ranks.join import HOST, START_S, Joined, Prepare, digest_of, join
+from legato.engine.ranks.join import HOST, NOTHING_BROUGHT, START_S, Joined, Prepare, digest_of, join
 from legato.engine.start import open_checkpoint
 from legato.parallel.meeting import StoreMeeting
 from legato.plan import Plan
@@ -52,6 +52,7 @@ class Follower:
         self._signs = board.signs(rank)
         self._number, self._busy_until = 0, 0.0
         self._flight: tuple[int, Flight] | None = None
+        self._brought = NOTHING_BROUGHT
 
     def run(self) -> NoReturn:
         """Carries out plans until rank 0 needs no more: then raises Closed. Raises whatever a plan raises."""
@@ -70,7 +71,8 @@ class Follower:
         if self._flight is not None:
             number, flight = self._flight
             self._flight = None
-            self._signs.settle(number, digest_of(flight.outcome()))
+            self._brought = digest_of(self._brought, flight.outcome())
+            self._signs.settle(number, self._brought)
             self._joined.check()
 
     def _pause(self) -> None:

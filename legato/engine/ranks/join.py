@@ -5,7 +5,6 @@ The same for rank 0 and all others, step by step, because they meet on the way. 
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from legato.config import Config, ConfigError
-from legato.engine.ranks.board import DIGEST_BYTES, Signs
+from legato.engine.ranks.board import DIGEST_BYTES, Signs, chained
 from legato.engine.start import Loaded, build_runner, load_rank
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import stored_spec
@@ -77,10 +76,14 @@ class Joined:
             wait(seconds)
 
 
-def digest_of(outcome: Outcome) -> bytes:
-    """Of the tokens that a step brought, on any rank."""
+NOTHING_BROUGHT = bytes(DIGEST_BYTES)
+
+
+def digest_of(before: bytes, outcome: Outcome) -> bytes:
+    """Of all tokens up to a step, on any rank: `before` is that of the step before. A rank that once differs differs for good, so
+    that not every step needs to be looked at."""
     brought = [(emission.row, emission.tokens, emission.done) for emission in outcome.emissions]
-    return hashlib.blake2b(repr((outcome.epoch, brought)).encode(), digest_size=DIGEST_BYTES).digest()
+    return chained(before, repr((outcome.epoch, brought)).encode())
 
 
 def placed(config: Config, rank: int) -> Config:

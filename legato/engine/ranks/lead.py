@@ -24,7 +24,7 @@ from torch import distributed
 from legato.config import Config, RankAddress, rank_from_environment
 from legato.engine.ranks.board import Board
 from legato.engine.ranks.follow import check_size, follow_launched
-from legato.engine.ranks.join import HOST, START_S, Joined, digest_of, join
+from legato.engine.ranks.join import HOST, NOTHING_BROUGHT, START_S, Joined, digest_of, join
 from legato.engine.ranks.watch import Watch
 from legato.engine.start import Started, engine_around
 from legato.engine.start import start as start_alone
@@ -85,6 +85,7 @@ class Ranks:
         self.board, self._store, self._children = board, store, children
         self.watch = Watch(board, children)
         self._outcomes: OrderedDict[int, bytes] = OrderedDict()
+        self._brought = NOTHING_BROUGHT
 
     @staticmethod
     def start(config: Config) -> Ranks:
@@ -126,13 +127,13 @@ class Ranks:
 
     def compare(self, number: int, outcome: Outcome) -> None:
         """Notes what step `number` brought here, and compares with what other ranks have settled since. Raises RankLost."""
-        self._outcomes[number] = digest_of(outcome)
+        self._outcomes[number] = self._brought = digest_of(self._brought, outcome)
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
         for rank in range(1, self.board.num_ranks):
             settled, digest = self.board.signs(rank).outcome
             if self._outcomes.get(settled, digest) != digest:
-                self.watch.lose(f"rank {rank} computed other tokens than rank 0 in step {settled}")
+                self.watch.lose(f"rank {rank} computed other tokens than rank 0, in step {settled} or before")
                 self.watch.raise_if_lost()
 
     def close(self) -> None:

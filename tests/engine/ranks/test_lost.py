@@ -124,7 +124,7 @@ follow.main()
         ("os._exit(7)", "rank 1 is lost: exited with code 7"),
         (
             "import dataclasses; plan = dataclasses.replace(plan, epoch=plan.epoch + 1)",
-            "rank 1 computed other tokens than rank 0 in step 12",
+            r"rank 1 computed other tokens than rank 0, in step 1\d or before",
         ),
     ],
     ids=["raises", "sleeps", "exits", "diverges"],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import legato.engine.messages as messages
 from legato.config import Config
 from legato.engine.channel import Channel
+from legato.engine.checking import Checking
 from legato.engine.ranks.watch import Watch
 from legato.engine.selfcheck import REPLAY
 from legato.schedule import NeverFits, Progress, QueueFull, Request, RequestError
@@ -70,6 +71,7 @@ class Serving:
     def __init__(self, channel: Channel, served: Served) -> None:
         self._channel, self._engine, self._profiler = channel, served.engine, served.profiler
         self._num_drafts = served.info.num_drafts
+        self._checking = Checking(self._check)
         self._submitted = 0
         self._refused: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -83,8 +85,11 @@ class Serving:
         while True:
             for message in self._channel.receive(self._patience()):
                 if isinstance(message, messages.Stop):
+                    self._checking.close()
                     return
                 self._take(message)
+            for request, error in self._checking.done():
+                self._admit(request, error)
             if self._engine.has_work:
                 self._turn()
             if time.monotonic() >= self._report_due:
@@ -93,6 +98,8 @@ class Serving:
     def _patience(self) -> float:
         if self._engine.has_work:
             return STUCK_S if self._engine.is_stuck else 0.0
+        if self._checking:
+            return STUCK_S
         return max(0.0, self._report_due - time.monotonic())
 
     @property
@@ -113,6 +120,8 @@ class Serving:
         if isinstance(message, messages.Submit):
             self._submit(message)
         elif isinstance(message, messages.Abort):
+            if self._checking.drop(message.id):
+                self._channel.send(messages.Gained((messages.Progress(message.id, (), "abort"),)))
             self._engine.abort(message.id)
         elif isinstance(message, messages.Command):
             self._carry_out(message)
@@ -133,17 +142,28 @@ class Serving:
             deadline=deadline,
             cache_salt=message.cache_salt,
         )
+        self._read_at[message.id] = time.monotonic()
+        grammars, constraint = self._engine.runner.grammars, request.params.constraint
+        if constraint is None or (grammars is not None and grammars.knows(constraint)):
+            self._admit(request, None)
+        else:
+            self._checking.begin(request)
+
+    def _admit(self, request: Request, error: BaseException | None) -> None:
+        """Takes a request whose grammar, if it has one, was compiled beside the loop; `error`: what came of that."""
         try:
+            if error is not None:
+                raise error
             self._check(request)
             self._engine.submit(request)
         except (ParameterError, RequestError) as error:
             kind = _refusal(error)
             self._refused[kind] += 1
-            self._channel.send(messages.Refused(message.id, kind, error.name, str(error)))
+            self._read_at.pop(request.id, None)
+            self._channel.send(messages.Refused(request.id, kind, error.name, str(error)))
         else:
             self._submitted += 1
-            self._read_at[message.id] = time.monotonic()
-            self._channel.send(messages.Gained((messages.Progress(message.id, ()),)))
+            self._channel.send(messages.Gained((messages.Progress(request.id, ()),)))
 
     def _check(self, request: Request) -> None:
         """What fails here has touched nothing yet, and concerns this request alone."""

@@ -8,6 +8,7 @@ runner, and `legato.llm` (which knows the tokenizer).
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from legato.types import Grammar, ParameterError
 MAX_INDENT = 32
 """Between its parts JSON text may hold one space, or one line break and this much indentation: nothing that can run away."""
 CACHED_GRAMMARS = 64
+MAX_LENGTH = 2**20
+"""Characters of a grammar. The time to compile one grows with them; its other limits are llguidance's own."""
 LOG = logging.getLogger(__name__)
 
 
@@ -57,12 +60,17 @@ class _Tokens:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, and keeps the last few."""
+    """Compiles grammars for one vocabulary, and keeps the last few. `check` may run in a thread beside everything else."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether a grammar has been compiled and kept."""
+        return (grammar.kind, grammar.text) in self._compiled
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar.
@@ -80,15 +88,23 @@ class Grammars:
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         key = (grammar.kind, grammar.text)
-        matcher = self._compiled.get(key)
-        if matcher is None:
-            matcher = self._compiled[key] = self._compile(grammar)
+        with self._lock:
+            if (matcher := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+                return matcher
+        matcher = self._compile(grammar)
+        with self._lock:
+            self._compiled[key] = matcher
             while len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
         return matcher
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        if len(grammar.text) > MAX_LENGTH:
+            raise ParameterError(
+                grammar.kind,
+                f"may have {MAX_LENGTH} characters, got {len(grammar.text)}: allow more, by a simpler rule",
+            )
         if not self.vocabulary.end_ids:
             raise ParameterError(grammar.kind, "needs a checkpoint that names its end tokens")
         if self._tokenizer is None:

@@ -33,6 +33,7 @@ VOCABULARY = 1000
 RAISES, SLEEPS, CRASHES = 901, 902, 903
 """Tokens of a prompt that make the device fail when it runs them."""
 OUTGROWS = "a grammar that breaks the compiler"
+SLOW, SLOW_S = "a grammar that takes long to compile", 1.5
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,13 @@ class ToyRunner:
 
     def __init__(self, limits: Limits, pace_s: float) -> None:
         self.grammars = None
+        self._has_compiled = False
         self._device, self._luck, self._pace_s = Device(limits), random.Random(0), pace_s
 
     def check(self, params: SamplingParams) -> None:
+        if params.grammar == SLOW and not self._has_compiled:
+            self._has_compiled = True
+            time.sleep(SLOW_S)
         if params.grammar == OUTGROWS:
             raise ZeroDivisionError("no such production")
 

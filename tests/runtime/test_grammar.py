@@ -249,3 +249,8 @@ def test_without_end_tokens_there_is_no_grammar(vocabulary: Vocabulary) -> None:
 def test_masks_as_tensors() -> None:
     mask = allowed_tokens([b"\x05", b"\xff\xff\xff"], 12)
     assert mask.tolist() == [[True, False, True] + [False] * 9, [True] * 12]
+
+
+def test_a_grammar_longer_than_any_is_refused_at_once(grammars: Grammars) -> None:
+    with pytest.raises(ParameterError, match="may have 1048576 characters, got 1048577"):
+        grammars.check(Grammar("regex", "a" * (2**20 + 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -331,5 +332,25 @@ def test_closing_fails_what_is_open() -> None:
             with pytest.raises(EngineFailed, match="closed"):
                 await reader
             assert client._child.exited.result() == 0
+
+    run(test())
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else() -> None:
+    """The others' tokens go on coming meanwhile; one who leaves meanwhile is forgotten, and the next one does not wait for it."""
+
+    async def test() -> None:
+        async with running(settings(0.02)) as client:
+            started, slowly = time.monotonic(), SamplingParams(max_tokens=9, grammar=standin.SLOW)
+            slow = asyncio.create_task(tokens_of(client, request(params=slowly)))
+            await asyncio.sleep(0)
+            leaver = asyncio.create_task(tokens_of(client, request(params=slowly, id="b")))
+            await asyncio.sleep(0.05)
+            leaver.cancel()
+            _, reason = await tokens_of(client, request(max_tokens=5, id="c"))
+            assert reason in ("length", "stop") and not slow.done()
+            assert (await slow)[1] in ("length", "stop")
+            assert time.monotonic() - started > standin.SLOW_S
+            assert (await emptied(client)).counters.submitted == 2
 
     run(test())

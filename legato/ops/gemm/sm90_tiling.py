@@ -181,6 +181,7 @@ RECORDED: dict[tuple[int, int, int], Recorded] = {
     (19360, 6144, 16): Recorded(5, 1, 96),
     (2624, 6144, 8): Recorded(3, 2, 96, x_copies=True, paced=True),
     (4096, 6144, 8): Recorded(2, 1, 96, x_copies=True, paced=True),
+    (6144, 12288, 8): Recorded(3, 1, 96, x_copies=True),
     (6144, 16384, 8): Recorded(3, 1, 96, x_copies=True),
     (16384, 2048, 8): Recorded(8, 1, 160),
     (2048, 2048, 8): Recorded(2, 2, 64),
@@ -213,7 +214,7 @@ def _by_rule(strips: int, inputs: int, bits: int) -> Recorded:
     """What the recorded tilings suggest for any weight: about 128 thread blocks, K shared by a cluster where there are too
     few outputs for that or K is long. A rank owns whole groups of eight outputs."""
     if strips >= _MANY_STRIPS:
-        return Recorded(5, 1, 96, x_copies=inputs > 2 * _LONG)
+        return Recorded(5 if bits == 16 else 4, 1, 96, x_copies=inputs > 2 * _LONG)
     ranks = 1
     while (
         ranks < 8

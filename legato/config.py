@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 LatentFormat = Literal["auto", "float32", "bfloat16", "fp8"]
+DraftWeightsName = Literal["stored", "lean"]
 IndexFormat = Literal["auto", "float32", "fp8"]
 DType = Literal["auto", "float32", "bfloat16"]
 Switch = Literal["auto", "on", "off"]
@@ -62,7 +63,8 @@ class ExecutionConfig:
     most 4. `ops` overrides the implementation of single ops, e.g. `{"attend": "reference"}`. `score_bytes` bounds the memory for
     index scores, which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a
     CPU, 1 GiB on a GPU. `tensor_parallel` ranks share the model, each on a GPU of its own (on a CPU: in a process of its own);
-    `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up."""
+    `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up. `draft_weights`: the MTP
+    layer as stored, or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8 (no token changes)."""
 
     device: str = "auto"
     dtype: DType = "auto"
@@ -74,6 +76,7 @@ class ExecutionConfig:
     score_bytes: int | None = None
     tensor_parallel: int = 1
     rank_patience: float = 3.0
+    draft_weights: DraftWeightsName = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,7 @@ class Resolved:
     score_bytes: int = CPU_SCORE_BYTES
     max_waiting: int | None = None
     verify_speculation: float = 0.0
+    draft_weights: DraftWeightsName = "stored"
 
     @property
     def num_pages(self) -> int:
@@ -226,6 +230,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         score_bytes=execution.score_bytes or (CPU_SCORE_BYTES if on_cpu else GPU_SCORE_BYTES),
         max_waiting=schedule.max_waiting,
         verify_speculation=config.verify_speculation,
+        draft_weights=execution.draft_weights,
     )
 
 

@@ -26,7 +26,7 @@ class Traffic:
         spec: of the model.
         trunk, mtp: weights that every pass over the decoder layers, or over the MTP layer, reads: all but routed experts.
         experts, mtp_experts: all routed experts of the layers.
-        head: the output head, read by the pass over the trunk and by every pass over the MTP layer.
+        head, draft_head: the output head as the pass over the trunk reads it, and as every pass over the MTP layer does.
         latent_row, index_row: cache bytes of one token over the decoder layers.
     """
 
@@ -36,6 +36,7 @@ class Traffic:
     experts: int
     mtp_experts: int
     head: int
+    draft_head: int
     latent_row: int
     index_row: int
 
@@ -54,8 +55,8 @@ class Traffic:
         selected = min(context, self.spec.index_topk)
         total += batch * (context * self.index_row + selected * self.latent_row)
         if num_drafts:
-            total += self.mtp + self.head + self.mtp_experts * share
-            total += (num_drafts - 1) * (self.mtp + self.head + self.mtp_experts * self._share(batch))
+            total += self.mtp + self.draft_head + self.mtp_experts * share
+            total += (num_drafts - 1) * (self.mtp + self.draft_head + self.mtp_experts * self._share(batch))
         return float(total)
 
     def _share(self, rows: int) -> float:
@@ -97,6 +98,7 @@ def traffic_of(spec: ModelSpec, formats: Mapping[str, Format], ranks: int, eleme
         experts=counted[False, Group.EXPERTS],
         mtp_experts=counted[True, Group.EXPERTS],
         head=counted[False, Group.HEAD],
+        draft_head=counted[False, Group.HEAD],
         latent_row=cache.latent_bf16 * spec.num_layers // layers,
         index_row=cache.index_keys * spec.num_full // full,
     )

@@ -5,6 +5,7 @@ Owns the choice of layers and the count of bytes behind the floor. Times nothing
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +15,12 @@ from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.convert import Target
 from legato.model.dummy import Recipe, dummy_weights, rerouted, router_spread
 from legato.model.inventory import survey
+from legato.model.lean import DraftWeights, lean_formats
 from legato.model.names import Kind, expected
 from legato.model.spec import ModelSpec, SpecError
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.parallel import LoopBack, Mesh
+from legato.quant.formats import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,14 @@ def first_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
     return replace(spec, num_layers=num_layers, indexer_kinds=kinds, first_dense=min(spec.first_dense, num_layers))
 
 
-def drawn(spec: ModelSpec, mesh: Mesh, target: Target | None, device: torch.device, dtype: torch.dtype) -> Share:
+def drawn(
+    spec: ModelSpec,
+    mesh: Mesh,
+    target: Target | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    drafts: DraftWeights = DraftWeights.STORED,
+) -> Share:
     """A share of random weights in the format of `target`, with even routing.
 
     Raises:
@@ -46,8 +56,8 @@ def drawn(spec: ModelSpec, mesh: Mesh, target: Target | None, device: torch.devi
     """
     recipe = Recipe(target)
     formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
-    weights = dummy_weights(spec, mesh, recipe, device=device, dtype=dtype)
-    return Share(spec, weights, LoopBack(mesh), traffic_of(spec, formats, mesh.size))
+    weights = dummy_weights(spec, mesh, recipe, device=device, dtype=dtype, drafts=drafts)
+    return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, drafts, weights))
 
 
 def routed(share: Share, distinct_experts: float | None, rows: int) -> Share:
@@ -67,6 +77,7 @@ def loaded(
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
+    drafts: DraftWeights = DraftWeights.STORED,
     progress: Progress = no_progress,
 ) -> Share:
     """A share of a checkpoint, in its own formats.
@@ -76,7 +87,23 @@ def loaded(
     """
     inventory = survey(checkpoint, spec)
     weights = load_weights(
-        checkpoint, spec, device=device, dtype=dtype, resident=Residency.STORED, progress=progress, mesh=mesh
+        checkpoint,
+        spec,
+        device=device,
+        dtype=dtype,
+        resident=Residency.STORED,
+        progress=progress,
+        mesh=mesh,
+        drafts=drafts,
     )
     formats = {name: stored.format for name, stored in inventory.linears.items()}
-    return Share(spec, weights, LoopBack(mesh), traffic_of(spec, formats, mesh.size))
+    return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, drafts, weights))
+
+
+def _traffic(
+    spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh, drafts: DraftWeights, weights: GlmWeights
+) -> Traffic:
+    if drafts is DraftWeights.STORED:
+        return traffic_of(spec, formats, mesh.size)
+    found = traffic_of(spec, lean_formats(formats, spec), mesh.size)
+    return found if weights.draft_head is None else replace(found, draft_head=weights.draft_head.nbytes)

@@ -18,6 +18,7 @@ from legato.config import (
     CacheConfig,
     Config,
     ConfigError,
+    DraftWeightsName,
     DType,
     ExecutionConfig,
     IndexFormat,
@@ -53,6 +54,7 @@ class EngineFlags:
     threads: options.Threads = None
     tensor_parallel: options.TensorParallel = 1
     rank_patience: options.RankPatience = ExecutionConfig().rank_patience
+    draft_weights: options.DraftWeights = "stored"
     op: options.Ops = None
 
     def engine(self) -> Config:
@@ -62,6 +64,7 @@ class EngineFlags:
             ConfigError: a value is out of range, or an override is not of the form OP=NAME.
         """
         latent: LatentFormat = self.latent
+        draft_weights: DraftWeightsName = self.draft_weights
         index: IndexFormat = self.index
         dtype: DType = self.dtype
         overlap: Switch = self.overlap
@@ -80,6 +83,7 @@ class EngineFlags:
                 threads=self.threads,
                 tensor_parallel=self.tensor_parallel,
                 rank_patience=self.rank_patience,
+                draft_weights=draft_weights,
                 ops=overrides(self.op or []),
                 score_bytes=None if self.score_budget is None else self.score_budget << 20,
             ),

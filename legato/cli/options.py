@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from legato.config import DType, IndexFormat, LatentFormat, Switch
+from legato.config import DraftWeightsName, DType, IndexFormat, LatentFormat, Switch
 
 ENGINE, SAMPLING, CONSTRAINTS = "Engine options", "Sampling options", "Constraint options"
 OUTPUT = "Output options"
@@ -38,6 +38,13 @@ Context = Annotated[
 ]  # fmt: skip
 Latent = Annotated[LatentFormat, typer.Option(help="Format of the latent cache.", rich_help_panel=ENGINE)]
 Index = Annotated[IndexFormat, typer.Option(help="Format of the index keys.", rich_help_panel=ENGINE)]
+DraftWeights = Annotated[
+    DraftWeightsName,
+    typer.Option(
+        help="Of the MTP layer: stored, or lean (experts in NVFP4, input projection and head in FP8; no token changes).",
+        rich_help_panel=ENGINE,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

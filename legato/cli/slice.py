@@ -24,6 +24,7 @@ from legato.config import MAX_DRAFTS, ConfigError
 from legato.engine.start import open_checkpoint, targets_of
 from legato.model.convert import Target
 from legato.model.inventory import stored_spec
+from legato.model.lean import DraftWeights
 from legato.model.spec import ModelSpec
 from legato.ops import BindError, Bindings, bind
 from legato.parallel import Mesh
@@ -46,6 +47,7 @@ class Asked:
     layers: int | None
     dummy: bool
     format: str
+    drafts: str
     device: str
     accept_length: float | None
 
@@ -104,10 +106,10 @@ def _measure(
         raise ConfigError(str(error)) from error
     setting = Setting.here(device)
     drawn_as = {"format": asked.format, "weights": "dummy"} if _is_drawn(asked) else {"weights": "checkpoint"}
-    line = fields(share, work, figure, setting.gpu, drawn_as)
+    line = fields(share, work, figure, setting.gpu, {**drawn_as, "drafts": asked.drafts})
     if asked.accept_length is not None:
         line |= simulated(figure, asked.accept_length)
-    _print(console, share, work, figure, line, setting)
+    _print(console, asked, share, work, figure, line, setting)
     if num_shown and figure.kernels:
         console.print(_table(figure.kernels, num_shown))
     if path is not None:
@@ -125,6 +127,7 @@ def _share(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
         raise ConfigError(f"--dims must be one of {', '.join(DIMENSIONS)}, got {asked.dims!r}")
     if asked.format not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {asked.format!r}")
+    drafts = DraftWeights(asked.drafts)
     try:
         mesh = Mesh(asked.rank, asked.tp)
     except ValueError as error:
@@ -136,23 +139,29 @@ def _share(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
                 "--layers and --distinct-experts need --dummy: a checkpoint has its layers and its router"
             )
         checkpoint = open_checkpoint(asked.model)
-        return loaded(checkpoint, stored_spec(checkpoint), mesh, device, dtype)
+        return loaded(checkpoint, stored_spec(checkpoint), mesh, device, dtype, drafts)
     spec = (
         ModelSpec.from_config(DIMENSIONS[asked.dims or "glm-5.2"], name="GLM-5.2")
         if asked.model is None
         else stored_spec(open_checkpoint(asked.model))
     )
     spec = first_layers(spec, asked.layers or spec.num_layers)
-    return drawn(spec, mesh, FORMATS[asked.format], device, dtype)
+    return drawn(spec, mesh, FORMATS[asked.format], device, dtype, drafts)
 
 
 def _print(
-    console: Console, share: Share, work: Work, figure: Figure, line: Mapping[str, object], setting: Setting
+    console: Console,
+    asked: Asked,
+    share: Share,
+    work: Work,
+    figure: Figure,
+    line: Mapping[str, object],
+    setting: Setting,
 ) -> None:
     spec, mesh, spread = share.spec, share.communicator.mesh, figure.spread
     lines = [
         f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}; {work.batch} requests of {work.context:,} "
-        f"tokens (written, not prefilled), K = {work.num_drafts}",
+        f"tokens (written, not prefilled), K = {work.num_drafts}, {asked.drafts} draft weights",
         f"iteration {spread.median_us / 1e3:.3f} ms (p20 {spread.p20_us / 1e3:.3f}, p80 {spread.p80_us / 1e3:.3f}; "
         f"{figure.how}, {work.iterations} iterations), {figure.host_us:.0f} us of host time to launch one",
         f"{line['bytes'] / 1e9:.3f} GB must be read"  # type: ignore[operator]

@@ -19,6 +19,7 @@ from legato.engine.ranks.watch import Watch
 from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import stored_spec
+from legato.model.lean import DraftWeights
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.ops import bind
@@ -91,6 +92,8 @@ def load_rank(
     if settings.device != "cpu":
         # References in float32 are law on every device; TF32 would round their products to 10 bits.
         torch.backends.cuda.matmul.allow_tf32 = False
+        # Kernels and graphs are launched on the current device.
+        torch.cuda.set_device(settings.device if ":" in settings.device else torch.cuda.current_device())
     targets = targets_of(settings.device)
     if targets and settings.kernel_cache is not None:
         importlib.import_module("legato.ops.build").STORE.directory = Path(settings.kernel_cache).expanduser()
@@ -105,6 +108,7 @@ def load_rank(
         resident=Residency.DENSE,
         progress=progress,
         mesh=mesh,
+        drafts=DraftWeights(settings.draft_weights),
     )
     return Loaded(spec, weights, settings)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from legato.model.convert import QUANTIZERS, Target, layout
+from legato.model.lean import DraftWeights
 from legato.model.names import Expected, Group, Split, expected, layer_prefix
 from legato.model.shards import share_of, vocabulary_rows
 from legato.model.spec import ModelSpec, SpecError
@@ -145,7 +146,13 @@ class DummyReader:
 
 
 def dummy_weights(
-    spec: ModelSpec, mesh: Mesh, recipe: Recipe, *, device: torch.device | str, dtype: torch.dtype
+    spec: ModelSpec,
+    mesh: Mesh,
+    recipe: Recipe,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    drafts: DraftWeights = DraftWeights.STORED,
 ) -> GlmWeights:
     """The weights of a rank: the shapes, formats and layers that `load_weights` would give for a checkpoint of `recipe.target`.
 
@@ -153,7 +160,7 @@ def dummy_weights(
         SpecError: a width does not divide over the ranks.
     """
     reader = DummyReader(spec, mesh, recipe, torch.device(device), dtype)
-    return assemble(spec, reader, reader.head_rows())
+    return assemble(spec, reader, reader.head_rows(), drafts)
 
 
 def rerouted(weights: GlmWeights, spec: ModelSpec, mesh: Mesh, recipe: Recipe) -> GlmWeights:

@@ -16,21 +16,24 @@ from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
 from legato.ops import linear_draft, mtp_inputs, rms_norm
 from legato.parallel.communicators import ALONE, Communicator
+from legato.quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The MTP layer of a checkpoint; `embed` [W, D] and `head` [W, D] (as `linear_draft.pack` made it) are the target's."""
+    """The MTP layer of a checkpoint; `embed` [W, D] is the target's, and so is `head` [W, D]: as `linear_draft.pack` made it, or
+    a copy in fewer bits."""
 
     spec: ModelSpec
     weights: MtpWeights
     embed: Tensor
-    head: Tensor
+    head: Tensor | Weight
     communicator: Communicator = ALONE
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] float32 logits of drafts, for hidden states that `forward` returned."""
-        shard = linear_draft(hidden, self.head)
+        head = self.head
+        shard = linear_draft(hidden, head) if isinstance(head, Tensor) else head.linear(hidden)
         return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size].float()
 
     def forward(

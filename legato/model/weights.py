@@ -14,6 +14,7 @@ import torch
 
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import survey
+from legato.model.lean import DraftWeights, LeanSource, lean_linear
 from legato.model.names import layer_prefix
 from legato.model.reader import Placement, Reader, Residency, WeightSource
 from legato.model.shards import regions, vocabulary_rows
@@ -124,13 +125,15 @@ class MtpWeights:
 
 @dataclass(frozen=True)
 class GlmWeights:
-    """embed [W, D], the decoder layers, norm [D], lm_head [W, D], and the MTP layer where it is wanted and present."""
+    """embed [W, D], the decoder layers, norm [D], lm_head [W, D], the MTP layer where it is wanted and present, and where drafts
+    are lean a copy of lm_head in fewer bits for them."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     lm_head: Weight
     mtp: MtpWeights | None
+    draft_head: Weight | None = None
 
 
 def load_weights(
@@ -142,6 +145,7 @@ def load_weights(
     resident: Residency,
     progress: Progress = no_progress,
     mesh: Mesh = ONE_RANK,
+    drafts: DraftWeights = DraftWeights.STORED,
 ) -> GlmWeights:
     """Loads every weight that `spec` asks for, or nothing; of tensors that are split over ranks, this rank's part alone.
 
@@ -159,17 +163,23 @@ def load_weights(
     borders = regions(inventory, spec, mesh)
     reader = Reader(checkpoint, inventory, borders, Placement(torch.device(device), dtype, resident), progress)
     multiple = split_multiple(inventory.linears["lm_head"].format, 0)
-    return assemble(replace(spec, has_mtp=inventory.has_mtp), reader, vocabulary_rows(spec, multiple, mesh))
+    return assemble(replace(spec, has_mtp=inventory.has_mtp), reader, vocabulary_rows(spec, multiple, mesh), drafts)
 
 
-def assemble(spec: ModelSpec, source: WeightSource, head_rows: int) -> GlmWeights:
+def assemble(
+    spec: ModelSpec, source: WeightSource, head_rows: int, drafts: DraftWeights = DraftWeights.STORED
+) -> GlmWeights:
     """Every weight that `spec` asks for, in the order in which a checkpoint has them; `head_rows` on this rank."""
+    is_lean = drafts is DraftWeights.LEAN and spec.has_mtp
+    if is_lean:
+        source = LeanSource(source, spec)
     loader = _Loader(spec, source)
     embed = source.float_tensor("model.embed_tokens.weight")
     layers = tuple(loader.layer(layer) for layer in range(spec.num_layers))
     mtp = loader.mtp() if spec.has_mtp else None
     norm = source.float_tensor("model.norm.weight")
-    return GlmWeights(embed, layers, norm, source.head("lm_head", head_rows), mtp)
+    head = source.head("lm_head", head_rows)
+    return GlmWeights(embed, layers, norm, head, mtp, lean_linear(head) if is_lean else None)
 
 
 @dataclass(frozen=True, slots=True)

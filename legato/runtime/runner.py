@@ -87,7 +87,7 @@ class Runner:
         self.spec, self.settings = spec, settings
         self.rows = Rows.allocate(settings)
         target = Glm(spec, weights, communicator)
-        head = linear_draft.pack(weights.lm_head.dequantize(weights.embed.dtype))
+        head = weights.draft_head or linear_draft.pack(weights.lm_head.dequantize(weights.embed.dtype))
         mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head, communicator)
         if caches is None:
             caches = CacheLayout(spec, settings.latent, settings.index).allocate(settings.num_pages, settings.device)

@@ -92,6 +92,8 @@ def load_rank(
     if settings.device != "cpu":
         # References in float32 are law on every device; TF32 would round their products to 10 bits.
         torch.backends.cuda.matmul.allow_tf32 = False
+        if ":" in settings.device:  # kernels and graphs are launched on the current device
+            torch.cuda.set_device(settings.device)
         # Kernels and graphs are launched on the current device.
         torch.cuda.set_device(settings.device if ":" in settings.device else torch.cuda.current_device())
     targets = targets_of(settings.device)

@@ -94,8 +94,6 @@ def load_rank(
         torch.backends.cuda.matmul.allow_tf32 = False
         if ":" in settings.device:  # kernels and graphs are launched on the current device
             torch.cuda.set_device(settings.device)
-        # Kernels and graphs are launched on the current device.
-        torch.cuda.set_device(settings.device if ":" in settings.device else torch.cuda.current_device())
     targets = targets_of(settings.device)
     if targets and settings.kernel_cache is not None:
         importlib.import_module("legato.ops.build").STORE.directory = Path(settings.kernel_cache).expanduser()

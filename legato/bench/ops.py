@@ -151,10 +151,11 @@ def _implementations(case: Case, wish: str, device: torch.device) -> list[Implem
 def _rotated(
     case: Case, implementation: Implementation[..., Any], num_calls: int, device: torch.device
 ) -> list[Callable[[], object]]:
-    """Calls on copies of one set of inputs: drawing each set anew would take long. Where a case has weights, only they
-    are copied: activations are in the L2 when a kernel of the engine reads them, since the one before wrote them."""
+    """Calls on copies of one set of inputs: drawing each set anew would take long. Where a case has weights, or says what
+    is cold, only that is copied: activations are in the L2 when a kernel of the engine reads them, since the one before
+    wrote them."""
     arguments = case.packed(implementation, case.inputs(device))
-    copied = case.weights or range(len(arguments))
+    copied = case.weights or case.cold or range(len(arguments))
 
     def call() -> Callable[[], object]:
         own = tuple(_copy(value) if index in copied else value for index, value in enumerate(arguments))

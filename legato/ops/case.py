@@ -81,7 +81,8 @@ class Case:
     call beside the return value. `weights`: indices of the arguments that `Op.pack` takes at load. `bytes` and `flops`:
     what the call must move and compute at least, for the roofline.
     `on`: "any", or "gpu" for production shapes that a CPU reference is too slow for. `defined`: (arguments, outputs) ->
-    the outputs with whatever the contract leaves open set to one value.
+    the outputs with whatever the contract leaves open set to one value. `cold`: indices of the arguments that no kernel has
+    just written, in a case without weights (a cache); none named: all.
     """
 
     op: Op[..., Any]
@@ -94,6 +95,7 @@ class Case:
     flops: int = 0
     on: Where = "any"
     defined: Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] = _everything
+    cold: tuple[int, ...] = ()
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Any, ...]:
         """The arguments for `seed`, on `device`; made anew by every call. A production shape, which no CPU sees, is drawn

@@ -167,6 +167,7 @@ def _production_case(rows: int, heads: int, cached: torch.dtype, pages: int) -> 
         f"sparse_mla rows={rows} heads={heads} width=2048 pages={pages} cache={str(cached)[6:]}",
         make,
         BFLOAT16,
+        cold=(1,),  # the queries and, where this layer chose, the selection were written a moment ago
         bytes=pages * PAGE * token_bytes + rows * (2048 * 4 + heads * 1088 * 2),
         flops=2 * rows * heads * 2048 * (576 + 512),
         on="gpu",

@@ -36,7 +36,7 @@ constexpr int SLICE = (DEPTH + WARPS - 1) / WARPS;  // of K of a warp in the fir
 constexpr int X_PITCH = SLICE * 256 + 16;           // rows start in different banks
 constexpr int X_BYTES = X_ROWS * X_PITCH;
 constexpr int PIECE_STEPS = PIECE / Routed::STEP_K, SHARED_PIECE_STEPS = PIECE / Shared::STEP_K;
-constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED_CHUNK * Shared::BYTES;
+constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED == NONE ? 0 : SHARED_CHUNK * Shared::BYTES;
 constexpr int SLOT_BYTES = CHUNK_BYTES > SHARED_CHUNK_BYTES ? CHUNK_BYTES : SHARED_CHUNK_BYTES;
 constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
 constexpr int PARTIAL_BYTES = WARPS * 512;

@@ -84,6 +84,8 @@ class Ranks:
     def __init__(self, board: Board, store: RankAddress, children: dict[int, subprocess.Popen[bytes]]) -> None:
         self.board, self._store, self._children = board, store, children
         self.watch = Watch(board, children)
+        # Frees this thread from a collective of NCCL, whose other ranks are gone; gloo's end with their connections.
+        self.watch.on_stuck = lambda lost: leave_group(is_lost=True)
         self._outcomes: OrderedDict[int, bytes] = OrderedDict()
         self._brought = NOTHING_BROUGHT
 
@@ -141,8 +143,7 @@ class Ranks:
         self.watch.close()
         for child in self._children.values():
             child.wait()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        leave_group(self.watch.is_lost)
 
     def _pause(self) -> None:
         self.watch.raise_if_lost()
@@ -190,6 +191,16 @@ class LeadFlight:
             raise self._ranks.watch.explain(error) from error
         self._ranks.compare(self._number, outcome)
         return outcome
+
+
+def leave_group(is_lost: bool) -> None:
+    """Ends this process's part in the group. Of ranks that are lost, NCCL would wait for a farewell."""
+    if not distributed.is_initialized():
+        return
+    if is_lost and distributed.get_backend() == "nccl":
+        distributed.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+    else:
+        distributed.destroy_process_group()
 
 
 def _free_port() -> int:

@@ -109,6 +109,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank has been lost."""
+        return self._lost is not None
+
     def raise_if_lost(self) -> None:
         """Raises RankLost once a rank is lost."""
         if self._lost is not None:

@@ -14,8 +14,7 @@ from legato.cli import preflight
 from legato.cli.serve_flags import LogFormat, LogLevel, ServeFlags
 from legato.cli.serve_port import Taken
 from legato.config import Config
-from legato.model.hub import is_hub_id
-from legato.server.settings import SamplingDefaults, ServerSettings
+from legato.server.settings import SamplingDefaults, ServerSettings, name_of
 
 SHIPPED_NAME = "legato-small"
 
@@ -60,8 +59,7 @@ def prepare(flags: ServeFlags, taken: Taken) -> Prepared:
 
 
 def served_name(model: str | None) -> str:
-    """What a model is called that was given no name: its hub id, or its folder's name, never a path."""
+    """What a model is called that was given no name: as `name_of` has it, but the checkpoint of the package."""
     if model is None or Path(model).expanduser().absolute() == SMALL:
         return SHIPPED_NAME
-    path = Path(model).expanduser()
-    return model if is_hub_id(model) and not path.is_dir() else path.absolute().name
+    return name_of(model)

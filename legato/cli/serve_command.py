@@ -27,9 +27,11 @@ SEVERAL_VALUES = ("served_model_name", "api_key")
 
 @dataclass(slots=True)
 class Words:
-    """What the words of one source say: own flags in order, the flags about drafts, and positional words."""
+    """What the words of one source say: own flags in order and the word that each came from, the flags about drafts, and
+    positional words."""
 
     pairs: list[Pair] = field(default_factory=list[Pair])
+    spelled: list[str] = field(default_factory=list[str])
     speculative: dict[str, str] = field(default_factory=dict[str, str])
     positional: list[str] = field(default_factory=list[str])
 
@@ -88,8 +90,10 @@ class Reader:
                 last = self._flag(words, word, rest)
             elif last is not None and last.name in SEVERAL_VALUES and self._has_model(words):
                 words.pairs.append((last.opts[0], word))
+                words.spelled.append(word)
             else:
                 words.positional.append(word)
+        self.check_once(words)
         return words
 
     def file(self, path: str) -> list[Pair]:
@@ -105,6 +109,7 @@ class Reader:
             except ConfigError as error:
                 raise ConfigError(f"{path}: {key}: {error}") from error
         try:
+            self.check_once(words)
             return words.settled()
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
@@ -122,11 +127,13 @@ class Reader:
             if equals:
                 raise ConfigError(f"{name} takes no value, got {inline}")
             words.pairs += [(name, None)] if option is not None else aliases.SWITCHES[name]
+            words.spelled += [name] * (len(words.pairs) - len(words.spelled))
         elif option is not None or name in aliases.ALIASES or aliases.is_speculative(name):
             value = inline if equals else next(rest, None)
             if value is None:
                 raise ConfigError(f"{name} needs a value")
             self._add(words, name, value)
+            words.spelled += [f"{name} {value}"] * (len(words.pairs) - len(words.spelled))
         elif reason := aliases.reason_against(name):
             raise ConfigError(f"{name} is not supported: {reason}")
         else:
@@ -139,7 +146,21 @@ class Reader:
         elif name in aliases.ALIASES:
             words.pairs += aliases.ALIASES[name](name, value)
         else:
+            if words.speculative.get(name, value) != value:
+                raise ConfigError(f"{name} {words.speculative[name]} and {name} {value}: give one of them")
             words.speculative[name] = value
+
+    def check_once(self, words: Words) -> None:
+        """Raises `ConfigError` where a flag that has one value is given two, be it under two names."""
+        said: dict[str, tuple[Any, str]] = {}
+        for (name, value), word in zip(words.pairs, words.spelled, strict=True):
+            option = self.options[name]
+            if option.multiple:
+                continue
+            meant = (name in option.opts) if value is None else value
+            before, first = said.setdefault(str(option.name), (meant, word))
+            if before != meant:
+                raise ConfigError(f"{first} and {word} contradict each other: give one of them")
 
     def _has_model(self, words: Words) -> bool:
         return bool(words.positional) or any(name == "--model" for name, _ in words.pairs)

@@ -158,13 +158,14 @@ class Answer:
         """Takes tokens. Once the answer has ended, more of them count for nothing."""
         count = 0
         run: list[bytes] = []
+        may_turn, bytes_of = self._may_turn(), self._tokenizer.token_bytes
         for index in () if self._ended else ids:
             count += 1
             tag = self._tag_of.get(index)
             if tag is None:
                 self.reasoning_tokens += self.phase == "reasoning"
-                run.append(self._tokenizer.token_bytes(index))
-                if not self._may_turn():
+                run.append(bytes_of(index))
+                if not may_turn:
                     continue
             self._read_run(run)
             if tag is not None:
@@ -174,6 +175,7 @@ class Answer:
             if self._stop is not None:
                 self._end()
                 break
+            may_turn = self._may_turn()
         self._read_run(run)
         return self._step(count)
 

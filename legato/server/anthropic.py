@@ -93,7 +93,8 @@ def router(service: Service) -> APIRouter:
         size = len(await http.body()) if not request.tools and request.response_format() is None else 1 << 30
         job = await service.beside(lambda: messages_job(service, request, id), size)
         if request.stream:
-            return EventStream(_stream(service, request, job), service.settings.replies.keepalive_s)
+            events = _stream(service, request, job, getattr(http.state, "request_id", None))
+            return EventStream(events, service.settings.replies.keepalive_s)
         reply = await unless_disconnected(http, _whole(service, request, job))
         return Response(json_bytes(reply), media_type="application/json")
 
@@ -193,11 +194,12 @@ def _object(text: str) -> dict[str, Any]:
 async def _whole(service: Service, request: MessagesRequest, job: Job) -> MessageReply:
     """The reply in one piece."""
     blocks, last = Blocks(), None
-    async with service.generations.open(job) as generation:
-        async for step in generation:
-            for event in step.events:
-                blocks.take(event)
-            last = step
+    with request.own_names():
+        async with service.generations.open(job) as generation:
+            async for step in generation:
+                for event in step.events:
+                    blocks.take(event)
+                last = step
     blocks.end()
     reason, sequence = _ending(last, generation, request)
     return {
@@ -208,31 +210,37 @@ async def _whole(service: Service, request: MessagesRequest, job: Job) -> Messag
     }
 
 
-async def _stream(service: Service, request: MessagesRequest, job: Job) -> AsyncGenerator[bytes]:
+async def _stream(
+    service: Service, request: MessagesRequest, job: Job, request_id: str | None
+) -> AsyncGenerator[bytes]:
     """The reply in events. A fault before the first one is raised, a later one is told as an event."""
     blocks, has_begun = Blocks(), False
     try:
-        async with service.generations.open(job) as generation:
-            async for step in generation:
-                if step.is_empty:
-                    yield b""
-                    continue
-                if not has_begun:
-                    has_begun = True
-                    yield _event("message_start", {"message": _message(request, job, generation)}) + _event("ping", {})
-                told = [said for event in step.events for said in blocks.take(event)]
-                if step.finish_reason is not None:
-                    told += blocks.end()
-                    reason, sequence = _ending(step, generation, request)
-                    delta = {"stop_reason": reason, "stop_sequence": sequence}
-                    told.append(("message_delta", {"delta": delta, "usage": _usage(generation)}))
-                    told.append(("message_stop", {}))
-                if told:
-                    yield b"".join(_event(name, body) for name, body in told)
+        with request.own_names():
+            async with service.generations.open(job) as generation:
+                async for step in generation:
+                    if step.is_empty:
+                        yield b""
+                        continue
+                    if not has_begun:
+                        has_begun = True
+                        start = {"message": _message(request, job, generation)}
+                        yield _event("message_start", start) + _event("ping", {})
+                    told = [said for event in step.events for said in blocks.take(event)]
+                    if step.finish_reason is not None:
+                        told += blocks.end() + _last_words(step, generation, request)
+                    if told:
+                        yield b"".join(_event(name, body) for name, body in told)
     except Exception as error:
         if not has_begun:
             raise
-        yield named_event("error", json_bytes(anthropic_reply_of(api_error(error))))
+        yield named_event("error", json_bytes(anthropic_reply_of(api_error(error), request_id)))
+
+
+def _last_words(step: ChoiceStep, generation: Generation, request: MessagesRequest) -> list[tuple[str, dict[str, Any]]]:
+    reason, sequence = _ending(step, generation, request)
+    delta = {"stop_reason": reason, "stop_sequence": sequence}
+    return [("message_delta", {"delta": delta, "usage": _usage(generation)}), ("message_stop", {})]
 
 
 def _event(name: str, body: dict[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from legato.server.generation import Job
 from legato.server.sampling_fields import NotSupported, checked_stops
 from legato.server.service import Service
 from legato.server.tools import Tools
-from legato.server.validation import RequestModel, respelled
+from legato.server.validation import MAX_ITEMS, RequestModel, respelled
 from legato.types import ParameterError, SamplingParams
 
 _BLOCKS: dict[str, Any] = {
@@ -104,7 +104,7 @@ class PromptRequest(RequestModel):
     """What a prompt is made of: all that /v1/messages/count_tokens takes."""
 
     model: str = Field(description="Any name is taken: the served model answers, under that name.")
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
@@ -212,6 +212,10 @@ class MessagesRequest(PromptRequest):
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Taken, and changes nothing.")
     inference_geo: NotSupported = None
 
+    def own_names(self) -> AbstractContextManager[None]:
+        """Tells what the engine refuses by the names that its fields have in this API."""
+        return _own_names("tools" if self.response_format() is None else "output_config.format.schema")
+
     def sampling(self, service: Service) -> SamplingParams:
         """How to sample; what is left out is as the checkpoint recommends. Raises `ParameterError`."""
         defaults, limits = service.settings.defaults, service.settings.limits
@@ -311,9 +315,9 @@ _SPELLING = (
 )
 
 
-def _own_names() -> AbstractContextManager[None]:
-    """Faults in fields are told by the names that they have in this API."""
-    return respelled(_SPELLING)
+def _own_names(grammar: str = "tools") -> AbstractContextManager[None]:
+    """Faults in fields are told by the names that they have in this API; `grammar`: the field that became one."""
+    return respelled((*_SPELLING, (re.compile(r"^(json_schema|regex|grammar)$"), grammar)))
 
 
 def _renumbered(message: str, shift: int) -> str:

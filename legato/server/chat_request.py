@@ -19,7 +19,7 @@ from legato.server.generation import Job, Reader
 from legato.server.sampling_fields import NotSupported, SamplingFields
 from legato.server.service import Service
 from legato.server.tools import Tools
-from legato.server.validation import OnlyFalse, OnlyTrue, RequestModel
+from legato.server.validation import MAX_ITEMS, OnlyFalse, OnlyTrue, RequestModel
 from legato.types import MAX_LOGPROBS, ParameterError
 
 MAX_DEPTH = 8
@@ -75,7 +75,7 @@ class Thinking(RequestModel):
 class ChatRequest(SamplingFields):
     """A conversation to go on with."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS)]
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Left out: what the context has room for.")
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The same as max_tokens.")
     logprobs: bool | None = None

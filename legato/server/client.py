@@ -22,6 +22,7 @@ from legato.types import Stats
 __all__ = [
     "CommandFailed",
     "EngineClient",
+    "EngineClosed",
     "EngineFailed",
     "GenerationRequest",
     "RefusalKind",
@@ -53,7 +54,11 @@ class EngineFailed(RuntimeError):
 
     def again(self) -> EngineFailed:
         """The same failure for one more to raise: an exception that is raised twice collects both tracebacks."""
-        return EngineFailed(str(self), self.error)
+        return type(self)(str(self), self.error)
+
+
+class EngineClosed(EngineFailed):
+    """The engine was told to end, and nothing is wrong with it."""
 
 
 class CommandFailed(RuntimeError):
@@ -134,6 +139,11 @@ class EngineClient:
     def failure(self) -> str | None:
         """Why the engine failed, if it did."""
         return None if self._failure is None else str(self._failure)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
 
     @property
     def pid(self) -> int:
@@ -218,7 +228,7 @@ class EngineClient:
         """Ends the process; what is open fails. Safe to call more than once, and after a failure."""
         if self._state in ("ready", "draining"):
             self._state = "closed"
-            self._give_up(EngineFailed("the engine was closed"))
+            self._give_up(EngineClosed("the engine was closed"))
             self._send(messages.Stop())
         if self._failure is not None:
             await self._child.wait(GRACE_S)
@@ -276,7 +286,7 @@ class EngineClient:
         if self._failure is not None:
             raise self._failure.again()
         if self._state == "closed":
-            raise EngineFailed("the engine was closed")
+            raise EngineClosed("the engine was closed")
 
     def _send(self, message: messages.ToEngine) -> None:
         self._write(messages.frame(message))

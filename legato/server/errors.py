@@ -18,7 +18,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from legato.server.chat import ChatError
-from legato.server.client import CommandFailed, EngineFailed, RequestRefused
+from legato.server.client import CommandFailed, EngineClosed, EngineFailed, RequestRefused
 from legato.server.validation import first_problem
 from legato.types import ParameterError
 
@@ -97,6 +97,7 @@ _NAMES = {
     403: _Names("permission_error", "permission_error"),
     404: _Names("not_found_error", "not_found_error", "not_found"),
     405: _Names("invalid_request_error", "invalid_request_error", "method_not_allowed"),
+    408: _Names("invalid_request_error", "invalid_request_error", "body_too_slow"),
     409: _Names("conflict_error", "invalid_request_error"),
     413: _Names("invalid_request_error", "request_too_large", "request_too_large"),
     415: _Names("invalid_request_error", "invalid_request_error", "unsupported_media_type"),
@@ -152,6 +153,8 @@ def api_error(error: BaseException) -> ApiError:
         case RequestValidationError():
             problem = first_problem(error.errors())
             return ApiError(400, problem.message, param=problem.field, code=problem.code)
+        case EngineClosed():
+            return stopped()
         case EngineFailed():
             LOG.error("the engine failed: %s", error)
             return ApiError(503, "the engine has failed; the server's log says why")
@@ -184,6 +187,13 @@ def draining() -> ApiError:
     )
 
 
+def stopped() -> ApiError:
+    """The server has been told to stop at once, and what runs is cut."""
+    return ApiError(
+        503, "the server was stopped before the answer was complete", headers={"Retry-After": str(RETRY_AFTER_S)}
+    )
+
+
 def _plain(error: HTTPException) -> str:
     """The text of a routing error, in our words."""
     if error.status_code == 404:
@@ -206,7 +216,7 @@ def _field_of(message: str) -> str | None:
 class Documented:
     """The errors of a route, for its entry in the OpenAPI document."""
 
-    statuses: tuple[int, ...] = (400, 401, 404, 413, 415, 429, 431, 500, 503)
+    statuses: tuple[int, ...] = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503)
     dialect: Dialect = "openai"
     extra: tuple[int, ...] = field(default=())
 

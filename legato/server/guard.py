@@ -5,6 +5,7 @@ Owns those checks as one ASGI application around another. Knows no route but by 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -74,14 +75,20 @@ class Guard:
             raise self._too_large(f"{length[:20]} bytes")
 
     def _limited(self, receive: Receive) -> Receive:
-        """The body, counted while it arrives: its length may not have been announced."""
-        received = 0
+        """The body, counted while it arrives (its length may not have been announced), and its pauses timed."""
+        received, is_whole, pause_s = 0, False, self._limits.body_timeout_s
 
         async def counted() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, is_whole
+            try:
+                async with asyncio.timeout(None if is_whole else pause_s):
+                    message = await receive()
+            except TimeoutError:
+                said = f"nothing of the body came for {pause_s:g} s, after {received} bytes of it"
+                raise HTTPException(408, said, headers={"Connection": "close"}) from None
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
+                is_whole = not message.get("more_body", False)
                 if received > self._limits.max_body_bytes:
                     self._refused("too_large")
                     raise BodyTooLarge(413, self._too_large("more").message)

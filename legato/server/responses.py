@@ -73,9 +73,10 @@ def router(service: Service) -> APIRouter:
 
 async def _whole(service: Service, made: ResponseJob, reply: Reply) -> None:
     """Completes the reply."""
-    async with service.generations.open(made.job) as generation:
-        async for step in generation:
-            reply.take(step, generation)
+    with made.request.own_names():
+        async with service.generations.open(made.job) as generation:
+            async for step in generation:
+                reply.take(step, generation)
 
 
 async def _stream(service: Service, made: ResponseJob, reply: Reply) -> AsyncGenerator[bytes]:
@@ -92,15 +93,16 @@ async def _stream(service: Service, made: ResponseJob, reply: Reply) -> AsyncGen
         return b"".join(parts)
 
     try:
-        async with service.generations.open(made.job) as generation:
-            async for step in generation:
-                if step.is_empty:
-                    yield b""
-                    continue
-                told = reply.begin() if not number else []
-                told += reply.take(step, generation)
-                if told:
-                    yield written(told)
+        with made.request.own_names():
+            async with service.generations.open(made.job) as generation:
+                async for step in generation:
+                    if step.is_empty:
+                        yield b""
+                        continue
+                    told = reply.begin() if not number else []
+                    told += reply.take(step, generation)
+                    if told:
+                        yield written(told)
     except Exception as error:
         if not number:
             raise

@@ -19,15 +19,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from legato.server.sampling_fields import NotSupported
-from legato.server.validation import SHOWN, RequestModel
+from legato.server.validation import MAX_ITEMS, SHOWN, RequestModel
 from legato.types import ParameterError
 
 CARRIED = "legato1."
 """What `encrypted_content` of this server starts with. Nothing is secret in it: it is the reasoning, for clients that send back
 nothing else."""
-
-MAX_ITEMS = 20_000
-"""Most items of a request: each is checked between everyone else's tokens. Real conversations of a million tokens have fewer."""
 
 STORED = ": nothing is stored here; send the item itself (clients do with store: false)"
 

@@ -178,6 +178,10 @@ class ResponsesRequest(SharedFields):
             arguments["clear_thinking"] = context == "current_turn"
         return arguments
 
+    def own_names(self) -> AbstractContextManager[None]:
+        """Tells what the engine refuses by the names that its fields have in this API."""
+        return _own_names(None if self.text is None or self.text.format is None else self.text.format.type)
+
     def text_format(self) -> dict[str, Any] | None:
         """The form of the answer, as the client said it."""
         wanted = None if self.text is None else self.text.format
@@ -202,6 +206,7 @@ def _checked(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 class ResponseJob:
     """What a request became. `num_top`: alternatives per token of the text, `None` without log-probabilities."""
 
+    request: ResponsesRequest
     job: Job
     tools: Tools | None
     num_top: int | None
@@ -233,7 +238,7 @@ def response_job(service: Service, request: ResponsesRequest, id: str) -> Respon
         timeout_s=request.deadline(settings.limits),
         cache_salt=request.cache_salt or "",
     )
-    return ResponseJob(job, tools, num_top)
+    return ResponseJob(request, job, tools, num_top)
 
 
 def _rendered(service: Service, request: ResponsesRequest, tools: Tools | None) -> ChatPrompt:
@@ -261,9 +266,14 @@ _SPELLING = (
     (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
     (re.compile(r"^tool_choice\.(function|allowed_tools)"), "tool_choice"),
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^max_tokens$"), "max_output_tokens"),
 )
 
 
-def _own_names() -> AbstractContextManager[None]:
-    """Faults in fields are told by the names that they have in this API."""
-    return respelled(_SPELLING)
+_FORMAT_FIELDS = {"json_schema": ".schema", "regex": ".regex", "grammar": ".grammar"}
+
+
+def _own_names(kind: str | None = None) -> AbstractContextManager[None]:
+    """Faults in fields are told by the names that they have in this API; `kind`: of the text format, which became a grammar."""
+    field = "tools" if kind in (None, "text") else "text.format" + _FORMAT_FIELDS.get(kind, "")
+    return respelled((*_SPELLING, (re.compile(r"^(json_schema|regex|grammar)$"), field)))

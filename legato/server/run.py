@@ -153,9 +153,11 @@ async def _until_end(client: EngineClient, stop: Stop, drain_s: float) -> None:
     """Returns once a signal came and running requests have finished; raises `EngineFailed` when the engine fails before."""
     if await _unless(stop.first, client.failed.wait()):
         raise EngineFailed(client.failure or "the engine failed")
-    log.info("stopping: running requests get %g s to finish", drain_s)
+    log.info("stopping: running requests get %g s to finish; a second signal cuts them", drain_s)
     ended = await _unless(stop.again, client.drain(drain_s))
-    if ended:
+    if stop.again.is_set():
+        log.warning("stopping at once, at the second signal: %d running requests are cut", client.num_open)
+    elif ended:
         log.warning("%d requests were cut short: %g s were not enough for them", ended, drain_s)
 
 

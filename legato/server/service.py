@@ -12,7 +12,6 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from legato.server.chat import ChatError, ChatTemplate
@@ -20,7 +19,7 @@ from legato.server.client import EngineClient
 from legato.server.errors import ApiError
 from legato.server.generation import Generations
 from legato.server.metrics import Metrics
-from legato.server.settings import ServerSettings
+from legato.server.settings import ServerSettings, name_of
 from legato.server.text import TextFiles, Tokenizer
 from legato.types import ParameterError
 
@@ -169,12 +168,6 @@ class Service:
     async def beside(self, work: Callable[[], T], num_characters: int) -> T:
         """Runs `work` on a text of so many characters: in a thread where that could hold up other requests' tokens."""
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
-
-
-def name_of(model: str) -> str:
-    """What a model is called whose name nobody chose: a hub id as it is, a directory by its last part (paths are not told)."""
-    path = Path(model)
-    return path.resolve().name if path.is_absolute() or model.startswith((".", "~")) or path.is_dir() else model
 
 
 def legato_version() -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from legato.types import ParameterError, SamplingParams
@@ -75,6 +77,7 @@ class RequestLimits:
     Attributes:
         max_body_bytes: longer bodies are refused with 413 while they arrive.
         max_header_bytes: more header bytes are refused with 431.
+        body_timeout_s: longest pause within a body; then it is refused with 408.
         max_stop_strings, max_stop_length: stop strings of one request, and characters of each.
         max_choices: `n` times the number of prompts.
         timeout_s: most seconds that a request may take; `None`: no limit. A request may ask for less.
@@ -82,6 +85,7 @@ class RequestLimits:
 
     max_body_bytes: int = 32 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
+    body_timeout_s: float = 30.0
     max_stop_strings: int = 16
     max_stop_length: int = 1024
     max_choices: int = 128
@@ -90,6 +94,7 @@ class RequestLimits:
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_header_bytes", "max_stop_strings", "max_stop_length", "max_choices"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        _check(0 < self.body_timeout_s < math.inf, "body_timeout_s", self.body_timeout_s, "must be above 0")
         if self.timeout_s is not None:
             _check(0 < self.timeout_s < math.inf, "timeout_s", self.timeout_s, "must be above 0")
 
@@ -185,3 +190,9 @@ class ServerSettings:
         _check(all(self.model_names), "model_names", self.model_names, "a name cannot be empty")
         unknown = set(self.metrics_compat) - set(get_args(MetricsDialect))
         _check(not unknown, "metrics_compat", sorted(unknown), f"must be among {get_args(MetricsDialect)}")
+
+
+def name_of(model: str) -> str:
+    """What a model is called whose name nobody chose: a hub id as it is, a directory by its last part (paths are not told)."""
+    path = Path(model).expanduser()
+    return Path(os.path.abspath(path)).name if path.is_absolute() or model.startswith(".") or path.is_dir() else model

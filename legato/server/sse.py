@@ -59,10 +59,10 @@ def named_event(name: str, data: bytes) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def fault_event(error: ApiError, path: str) -> bytes:
+def fault_event(error: ApiError, path: str, request_id: str | None) -> bytes:
     """A fault within a stream, in the dialect of its route."""
     if dialect_of(path) == "anthropic":
-        return named_event("error", json_bytes(anthropic_reply_of(error)))
+        return named_event("error", json_bytes(anthropic_reply_of(error, request_id)))
     body = reply_of(error)
     if path.startswith("/v1/responses"):
         return named_event("error", json_bytes({**body["error"], "type": "error", "sequence_number": 0}))
@@ -103,15 +103,20 @@ class EventStream(Response):
         async with aclosing(self._events):
             taken = asyncio.Event()
             first, told = asyncio.ensure_future(self._first(taken)), asyncio.ensure_future(taken.wait())
+            request_id: str | None = scope.get("state", {}).get("request_id")
             try:
                 await asyncio.wait((first,), timeout=FIRST_EVENT_S)
                 await asyncio.wait((first, told), timeout=TAKEN_S, return_when=asyncio.FIRST_COMPLETED)
                 if first.done() and (error := first.exception()) is not None:
-                    request_id = scope.get("state", {}).get("request_id")
                     await response_to(api_error(error), scope["path"], request_id)(scope, receive, send)
                     return
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._write_events(_Writer(send), first, scope["path"])
+                writer = _Writer(send)
+                try:
+                    await self._write_events(writer, first)
+                except Exception as error:
+                    # The first event is a fault that came late: the status has been sent, so it has to be told as an event.
+                    await writer.write(fault_event(api_error(error), scope["path"], request_id))
             finally:
                 first.cancel()
                 told.cancel()
@@ -126,7 +131,7 @@ class EventStream(Response):
                 return data
         return None
 
-    async def _write_events(self, writer: _Writer, first: asyncio.Future[bytes | None], path: str) -> None:
+    async def _write_events(self, writer: _Writer, first: asyncio.Future[bytes | None]) -> None:
         pinging = None if self._keepalive_s is None else asyncio.ensure_future(writer.keep_alive(self._keepalive_s))
         try:
             data = await first
@@ -135,9 +140,6 @@ class EventStream(Response):
             async for data in self._events:
                 if data:
                     await writer.write(data)
-        except Exception as error:
-            # The first event is a fault that came late: the status has been sent, so it has to be told as an event.
-            await writer.write(fault_event(api_error(error), path))
         finally:
             if pinging is not None:
                 pinging.cancel()

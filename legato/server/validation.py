@@ -27,6 +27,10 @@ from legato.types import ParameterError
 SHOWN = 64
 """Characters of a wrong value that a message repeats."""
 
+MAX_ITEMS = 20_000
+"""Most messages or items of a conversation: each is checked between everyone else's tokens. Those of a million tokens have
+fewer."""
+
 INSTEAD = {
     "best_of": "n gives that many choices",
     "conversation": "nothing is stored here; send the whole conversation as input",

@@ -118,6 +118,10 @@ def test_an_alias_means_what_it_says(words: str, attribute: str, value: object) 
     [
         ("--data-parallel-size 8", ["--data-parallel-size 8", "--tp"]),
         ("--speculative-eagle-topk 4", ["--speculative-eagle-topk 4", "chain"]),
+        ("--context 4096 --max-model-len 8192", ["--context 4096 and --max-model-len 8192", "give one"]),
+        ("--port 1 --port 2", ["--port 1 and --port 2"]),
+        ("--enable-prefix-caching --disable-radix-cache", ["--enable-prefix-caching and --disable-radix-cache"]),
+        ("--speculative-num-steps 3 --speculative-num-steps 5", ["--speculative-num-steps 3", "give one"]),
         ("--speculative-algorithm NGRAM", ["NGRAM", "MTP"]),
         ("--speculative-num-steps 5 --speculative-num-draft-tokens 8", ["contradict", "means 5", "means 7"]),
         ("--speculative-num-steps 9", ["9 drafts", "0 to 7"]),
@@ -219,6 +223,12 @@ def test_a_file_gives_defaults_and_flags_win(tmp_path: Path) -> None:
 def test_a_faulty_file_is_refused_with_its_name(tmp_path: Path, text: str, said: list[str]) -> None:
     message = refused("--config", write(tmp_path, text))
     assert all(word in message for word in [*said, "serve.yaml"]), message
+
+
+def test_what_is_said_twice_alike_is_fine(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 7")
+    flags = parsed("--context-length", "4096", "--max-model-len", "4096", "--port", "5", "--port=5", "--config", file)
+    assert (flags.context, flags.port) == (4096, 5)
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:

@@ -261,3 +261,26 @@ def test_an_aborted_answer_is_no_answer(server: Messages) -> None:
     timer.start()
     assert "aborted" in server.refusal(503, max_tokens=300)
     timer.join()
+
+
+def test_a_fault_within_a_stream_names_its_request(server: Messages) -> None:
+    server.engine.fault, server.engine.fault_at = EngineFailed("at /home/me/secret.py"), 2
+    body = {"model": "glm", "max_tokens": 50, "messages": HI, "stream": True}
+    reply = server.http.post("/v1/messages", json=body, headers={"x-request-id": "mine-1"})
+    last = named_events(reply)[-1]
+    assert (last["type"], last["request_id"]) == ("error", "mine-1") and "secret" not in reply.text
+
+
+def test_a_schema_that_the_engine_refuses_is_told_by_its_field(server: Messages) -> None:
+    server.engine.fault = RequestRefused("invalid", "json_schema", "json_schema: too big")
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    body = {
+        "model": "glm",
+        "max_tokens": 5,
+        "messages": HI,
+        "output_config": {"format": {"type": "json_schema", "schema": schema}},
+    }
+    for stream in (False, True):
+        reply = server.http.post("/v1/messages", json={**body, "stream": stream})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"] == "output_config.format.schema: too big"

@@ -16,7 +16,7 @@ import pytest
 
 from legato.server import sse
 from legato.server.chat_request import ChatRequest
-from legato.server.client import EngineFailed, RequestRefused
+from legato.server.client import EngineClosed, EngineFailed, RequestRefused
 from legato.server.openai_completions import CompletionRequest
 from legato.server.service import ModelText
 from legato.server.settings import Access, Replies, RequestLimits, ServerSettings
@@ -353,6 +353,54 @@ def test_a_refusal_has_a_status_however_long_the_iteration_before_it(
         ("/generate", {"text": "a"}),
     ):
         assert server.http.post(path, json={**body, "stream": True}).status_code == 429, path
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "regex", "regex": "a"}}}, "text.format.regex"),
+        ("/v1/responses", {"input": "a"}, "tools"),
+        ("/v1/chat/completions", {"messages": HI, "response_format": {"type": "regex", "regex": "a"}},
+         "response_format.regex"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_the_engine_refuses_is_told_by_its_field(
+    server: Server, path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    server.engine.fault = RequestRefused("invalid", "regex", "regex: too big")
+    error = error_of(server.http.post(path, json={**fields, "stream": stream}), 400)
+    assert (error["param"], error["message"]) == (param, f"{param}: too big")
+
+
+def test_a_request_that_never_fits_is_told_by_the_names_of_its_api(server: Server) -> None:
+    server.engine.fault = RequestRefused("never_fits", "max_tokens", "max_tokens: 600 is more than 512")
+    error = error_of(server.http.post("/v1/responses", json={"input": "a"}), 400)
+    assert (error["param"], error["message"]) == ("max_output_tokens", "max_output_tokens: 600 is more than 512")
+
+
+def test_a_server_that_is_stopped_at_once_says_so(server: Server) -> None:
+    server.engine.fault = EngineClosed("the engine was closed")
+    assert "stopped before the answer" in error_of(server.chat(), 503)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_conversation_has_a_most_number_of_messages(server: Server, path: str) -> None:
+    message = {"role": "user", "content": "a"}
+    reply = server.http.post(path, json={"model": "x", "max_tokens": 1, "messages": [message] * 20_001})
+    assert reply.status_code == 400 and "20000" in reply.text and "messages" in reply.text
+
+
+def test_a_body_that_stops_is_refused(made: Callable[[ServerSettings], Server]) -> None:
+    server = made(ServerSettings(limits=RequestLimits(body_timeout_s=0.2)))
+    whole = posted(json.dumps({"messages": HI}).encode())
+    with socket.create_connection(("127.0.0.1", server.live.port), timeout=20) as sock:
+        sock.sendall(whole[:-5])
+        reply = b""
+        while data := sock.recv(4096):
+            reply += data
+    assert reply.startswith(b"HTTP/1.1 408 ") and b"nothing of the body came for 0.2 s" in reply
+    assert server.chat().status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

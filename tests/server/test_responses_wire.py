@@ -423,6 +423,6 @@ def test_the_page_of_the_api_names_every_field(server: Responses) -> None:
 
 def test_a_fault_before_the_first_event_is_an_error_event() -> None:
     """Once a stream has sent its headers a fault can have no status; the type is the event's, not the error's."""
-    (name, data, *_) = fault_event(ApiError(503, "gone"), "/v1/responses").split(b"\n")
+    (name, data, *_) = fault_event(ApiError(503, "gone"), "/v1/responses", None).split(b"\n")
     said = json.loads(data.removeprefix(b"data: "))
     assert name == b"event: error" and said["type"] == "error" and said["message"] == "gone"

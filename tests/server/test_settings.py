@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from legato.server.service import name_of
 from legato.server.settings import (
     Access,
     Listen,
@@ -17,6 +16,7 @@ from legato.server.settings import (
     SamplingDefaults,
     ServerSettings,
     SettingsError,
+    name_of,
 )
 
 

@@ -171,6 +171,26 @@ def test_all_equal_rows_as_long_as_a_count_of_sixteen_bits_is_wide() -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("width", [6016, 81920])
+def test_crowds_at_the_boundary(width: int) -> None:
+    """Equal scores around the k-th, from a few to more than one bin may hold."""
+    draw = Draw(torch.Generator("cuda").manual_seed(width), torch.device("cuda"))
+    crowds = (1, 40, 100, 130, 300, 511, 512, 513, 600, 2100)
+    scores = draw.normal(len(crowds), width)
+    order = scores.argsort(1, descending=True)
+    for row, crowd in enumerate(crowds):
+        first = max(2048 - crowd // 2, 0)
+        scores[row, order[row, first : first + crowd]] = scores[row, order[row, 2048]].clone()
+    table = draw.distinct(width // 64, width // 64).view(1, -1)
+    lengths, request = (torch.full((len(crowds),), value, dtype=torch.int32, device="cuda") for value in (width, 0))
+    given = scores, lengths, 2048, table, request
+    found, expected = sm90.top_k_sm90(*given), top_k.reference(*given)
+    wrong = [crowd for crowd, same in zip(crowds, (found[0] == expected[0]).all(1).tolist()) if not same]
+    assert not wrong
+
+
+@gpu
+@needs_gpu
 def test_the_baseline_chooses_what_the_reference_does() -> None:
     draw = Draw(torch.Generator("cuda").manual_seed(0), torch.device("cuda"))
     for width in (64, 2048, 2304, 8192, 81920):

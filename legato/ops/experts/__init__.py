@@ -259,18 +259,55 @@ def _moe_case(
         return draw.normal(rows, sizes[2], dtype=dtype), ids, weights, *_stored(moe.name, draw, sizes, dtype)
 
     active = min(sizes[0], rows * choices)
-    bits = {"moe_fp8_block": 8, "moe_nvfp4": 4.5, "moe_int4": 4.125}.get(moe.name, 8 * dtype.itemsize)
     return Case(
         moe,
         f"{moe.name} rows={rows} choices={choices} experts={sizes[0]} f={sizes[1]} d={sizes[2]} {str(dtype)[6:]}",
         make,
-        # Sums of production size are around 5, and their inner rows are rounded: an error of half a percent of that.
-        Tolerance(2.0**-7, 2.0**-3) if on == "gpu" else BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
-        weights=tuple(range(3, 3 + {"moe_bf16": 2, "moe_nvfp4": 6}.get(moe.name, 4))),
-        bytes=int(active * 3 * sizes[1] * sizes[2] * bits / 8) + 2 * rows * sizes[2] * dtype.itemsize,
+        BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
+        weights=_weights_of(moe),
+        bytes=_bytes_of(moe, active, sizes, dtype) + 2 * rows * sizes[2] * dtype.itemsize,
         flops=6 * rows * choices * sizes[1] * sizes[2],
         on=on,
     )
+
+
+def _production_case(moe: Op[..., Tensor], rows: int, distinct: int, sizes: tuple[int, int, int]) -> Case:
+    """bfloat16 rows that choose 8 experts each, `distinct` between them, and a dense shared expert as wide as the others.
+    `sizes` = (E, F, D)."""
+    experts, width, hidden = sizes
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        pairs = torch.arange(rows * 8, device=draw.device) % distinct
+        ids = draw.distinct(experts, experts)[pairs].view(rows, 8)
+        x, weights = draw.normal(rows, hidden, dtype=torch.bfloat16), draw.uniform(rows, 8, low=0.1, high=1.0)
+        shared = (
+            draw.normal(2 * width, hidden, dtype=torch.bfloat16, scale=hidden**-0.5),
+            draw.normal(hidden, width, dtype=torch.bfloat16, scale=width**-0.5),
+        )
+        return x, ids, weights, *_stored(moe.name, draw, sizes, torch.bfloat16), *shared
+
+    stored = _weights_of(moe)
+    return Case(
+        moe,
+        f"{moe.name} rows={rows} distinct={distinct} experts={experts} f={width} d={hidden} shared",
+        make,
+        # Sums are around 5, and their inner rows are rounded: an error of half a percent of that.
+        Tolerance(2.0**-7, 2.0**-3),
+        weights=(*stored, stored[-1] + 1, stored[-1] + 2),
+        bytes=_bytes_of(moe, distinct, sizes, torch.bfloat16) + 6 * width * hidden + 4 * rows * hidden,
+        flops=6 * rows * 9 * width * hidden,
+        on="gpu",
+    )
+
+
+def _weights_of(moe: Op[..., Tensor]) -> tuple[int, ...]:
+    return tuple(range(3, 3 + {"moe_bf16": 2, "moe_nvfp4": 6}.get(moe.name, 4)))
+
+
+def _bytes_of(moe: Op[..., Tensor], active: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Of the weights of `active` experts."""
+    bits = {"moe_fp8_block": 8, "moe_nvfp4": 4.5, "moe_int4": 4.125}.get(moe.name, 8 * dtype.itemsize)
+    return int(active * 3 * sizes[1] * sizes[2] * bits / 8)
 
 
 def _route_case(
@@ -294,6 +331,7 @@ def _route_case(
     )
 
 
+_RANK_OF_8 = (256, 256, 6144)
 _PRODUCTS = (moe_bf16, moe_fp8_block, moe_nvfp4, moe_int4)
 CASES = (
     *(_route_case(rows, *shape) for rows in (1, 6, 37) for shape in ((8, 2, 256), (256, 8, 512))),
@@ -302,6 +340,9 @@ CASES = (
     *(_moe_case(moe, 6, 2, (8, 128, 128), torch.bfloat16) for moe in _PRODUCTS),
     # Every row of 40 on the same few experts: groups longer than a block.
     _moe_case(moe_bf16, 40, 3, (4, 64, 64), torch.float32),
-    # GLM-5.2, one rank of 8.
-    *(_moe_case(moe, rows, 8, (256, 256, 6144), torch.bfloat16, "gpu") for moe in _PRODUCTS for rows in (1, 6, 16)),
+    # GLM-5.2, one rank of 8: the distinct experts of unrelated rows, those of rows of one text (33), all rows on the same.
+    *(_production_case(moe, rows, distinct, _RANK_OF_8) for moe in _PRODUCTS for rows, distinct in ((1, 8), (6, 44))),
+    *(_production_case(moe_nvfp4, *routing, _RANK_OF_8) for routing in ((6, 33), (6, 8), (16, 100), (64, 223))),
+    # At full width, with fewer experts: only the chosen ones count.
+    *(_production_case(moe_nvfp4, *routing, (128, 2048, 6144)) for routing in ((1, 8), (6, 44), (16, 100))),
 )

@@ -7,7 +7,7 @@ layers. Imported by `bind` only. A row's bits depend on nothing but that row, up
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,31 +24,29 @@ from legato.ops.pointwise import swiglu
 FEW_ROWS = 512
 
 
-@dataclass(frozen=True)
-class Gate:
-    """A router's weight [E, D] float32 and, where the kernel takes its shape, its terms in the kernel's order."""
-
-    weight: Tensor
-    terms: Tensor | None
-
-
-def pack_route(weight: Tensor) -> Gate:
-    """Once, at load: the weight is looked at for whether it is bfloat16."""
-    return Gate(weight, sm90_route.pack(weight) if sm90_route.serves(*weight.shape) else None)
+def pack_route(weight: Tensor) -> Tensor:
+    """A router's float32 weight as exact bfloat16 terms in the kernel's order; unchanged where its shape is not the
+    kernel's."""
+    return sm90_route.pack(weight) if sm90_route.serves(*weight.shape) else weight
 
 
 @route.on("sm90", pack=pack_route)
-def run_route(x: Tensor, weight: Tensor | Gate, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Up to 64 rows of bfloat16: the kernel. Otherwise the reference."""
-    gate = weight if isinstance(weight, Gate) else Gate(weight, None)
-    if gate.terms is None or x.dtype is not torch.bfloat16 or not 0 < x.shape[0] <= sm90_route.MOST_ROWS or k > 32:
-        return route.reference(x, gate.weight, bias, k, scale)
-    return sm90_route.choose(gate.terms, _rows(x), bias, k, scale)
+def run_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Rows of bfloat16: the kernel, 64 at a time; from 513 rows on, rows of another type, or another weight: the
+    reference."""
+    if weight.dtype is not torch.uint8:
+        return route.reference(x, weight, bias, k, scale)
+    if x.dtype is not torch.bfloat16 or not 0 < x.shape[0] <= FEW_ROWS or k > sm90_route.MOST_CHOICES:
+        return route.reference(x, sm90_route.restore(weight, bias.shape[0]), bias, k, scale)
+    parts = [sm90_route.choose(weight, rows, bias, k, scale) for rows in _rows(x).split(sm90_route.MOST_ROWS)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([weights for _, weights in parts])
 
 
 def pack_bf16(w13: Tensor, w2: Tensor, *shared: Tensor | None) -> tuple[Tensor | None, ...]:
     """bfloat16 experts in the kernel's order; unchanged where type or sizes are not its own. So in the other formats."""
-    if not _serves(w13.shape[2], w2.shape[2], w13) or w13.dtype is not torch.bfloat16:
+    if not sm90_launch.serves(w13.shape[2], w2.shape[2]) or w13.dtype is not torch.bfloat16:
         return (w13, w2, *shared)
     packed = (by_experts(packing.pack_bf16, packing.together(w13)), by_experts(packing.pack_bf16, w2))
     return (*packed, *_pack_shared(w2.shape[2], *shared))
@@ -58,7 +56,7 @@ def pack_fp8(
     w13: Tensor, w13_scale_inv: Tensor, w2: Tensor, w2_scale_inv: Tensor, *shared: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     hidden, width = w13.shape[2], w2.shape[2]
-    if not _serves(hidden, width, w13):
+    if not sm90_launch.serves(hidden, width):
         return (w13, w13_scale_inv, w2, w2_scale_inv, *shared)
     scales13 = packing.together(w13_scale_inv.repeat_interleave(128 // 8, dim=1), group=1)
     scales2 = w2_scale_inv.repeat_interleave(128 // 8, dim=1)
@@ -73,7 +71,7 @@ def pack_int4(
 ) -> tuple[Tensor | None, ...]:
     hidden, width = w13.shape[2] * 2, w2.shape[2] * 2
     exact = all(bool((scale.to(torch.bfloat16) == scale).all()) for scale in (w13_scale, w2_scale))
-    if not _serves(hidden, width, w13) or not exact:
+    if not sm90_launch.serves(hidden, width) or not exact:
         return (w13, w13_scale, w2, w2_scale, *shared)
     scales13, scales2 = packing.together(w13_scale).to(torch.bfloat16), w2_scale.to(torch.bfloat16)
     made13 = by_experts(packing.pack_int4, packing.together(w13), scales13)
@@ -91,19 +89,13 @@ def pack_nvfp4(
     *shared: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     hidden, width = w13.shape[2] * 2, w2.shape[2] * 2
-    if not _serves(hidden, width, w13):
+    if not sm90_launch.serves(hidden, width):
         return (w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, *shared)
     factors = torch.cat((w13_scale_2, w2_scale_2.unsqueeze(1)), dim=1).to(torch.float32) * packing.NVFP4_FACTOR
     made13 = by_experts(packing.pack_nvfp4, packing.together(w13), packing.together(w13_scale))
     made2 = by_experts(packing.pack_nvfp4, w2, w2_scale)
     inside = w13_scale.new_empty(0)
     return (made13, inside, factors.contiguous(), made2, inside, inside, *_pack_shared(width, *shared))
-
-
-def _serves(hidden: int, width: int, weight: Tensor) -> bool:
-    if weight.device.type == "cuda":
-        sm90_launch.arrivals(weight.device)  # made now: a graph must not hold its making
-    return sm90_launch.serves(hidden, width)
 
 
 def _pack_shared(width: int, *shared: Tensor | None) -> tuple[Tensor | None, ...]:

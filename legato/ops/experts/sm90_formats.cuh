@@ -160,12 +160,14 @@ struct Format<NVFP4> {
   // leave of two words makes one more that holds two more pairs: 16 codes in 16 integer instructions.
   __device__ __forceinline__ static void widen_words(u32 (&pairs)[8], u32 first, u32 second, u32 scales, int byte) {
     const u32 scale = __byte_perm(scales, 0, byte | 0x40 | byte << 8 | 0x4000) * 16 + 0x70007000u;
-    const u32 both = (first & 0x06030603u) | (second & 0xf9fcf9fcu), mask = 0x81c081c0u;
+    const u32 mask = 0x81c081c0u;
+    u32 both;  // these bits of the first word, the others of the second
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(both) : "r"(0x06030603u), "r"(first), "r"(second));
     pairs[0] = multiply_pairs(first & mask, scale);
-    pairs[1] = multiply_pairs(rotate(first, 4) & mask, scale);
+    pairs[1] = multiply_pairs(first << 4 & mask, scale);
     pairs[2] = multiply_pairs(rotate(first, 10) & mask, scale);
-    pairs[3] = multiply_pairs(rotate(second, 2) & mask, scale);
-    pairs[4] = multiply_pairs(rotate(second, 6) & mask, scale);
+    pairs[3] = multiply_pairs(second << 2 & mask, scale);
+    pairs[4] = multiply_pairs(second << 6 & mask, scale);
     pairs[5] = multiply_pairs(rotate(second, 12) & mask, scale);
     pairs[6] = multiply_pairs(rotate(both, 8) & mask, scale);
     pairs[7] = multiply_pairs(rotate(both, 14) & mask, scale);

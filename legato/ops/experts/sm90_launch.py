@@ -21,6 +21,8 @@ FORMATS = {"bf16": 0, "fp8": 1, "int4": 2, "nvfp4": 3}
 #: Rows that one launch takes. More than ROWS_AT_ONCE of them are fetched tile by tile.
 MOST_ROWS = 64
 ROWS_AT_ONCE = 8
+#: Warps of a block. K is split over them, so their number decides the bits of a sum.
+WARPS = 16
 #: Shared memory of a multiprocessor less what the system keeps of it for a block.
 _SHARED_BYTES = 226 * 1024
 _PARTIAL_BYTES = 512
@@ -39,10 +41,6 @@ class Experts:
     width: int
     num_experts: int
     blocks: int
-    warps: int = 16
-    chunk: int = 0
-    shared_chunk: int = 0
-    span: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def most_tiles(rows: int, choices: int, experts: int) -> int:
 @cache
 def cut(what: Experts, rows: int, choices: int) -> Cut:
     """The kernel for up to `rows` rows (a class of rows: see `row_class`)."""
-    held, warps = _rows_held(rows), what.warps
+    held, warps = _rows_held(rows), WARPS
     strips = -(-what.hidden // 16 // what.blocks)
     slice_k = -(-what.hidden // 128 // warps)
     pairs, tiles = rows * choices, most_tiles(rows, choices, what.num_experts)
@@ -88,7 +86,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         slots = min(_MOST_SLOTS, room // (warps * slot))
         if slots >= 2:
             break
-    span = what.span or (1 if rows <= 2 or what.routed == "bf16" else strips)
+    span = 1 if rows <= 2 or what.routed == "bf16" else strips
     macros = {
         "FORMAT": FORMATS[what.routed],
         "SHARED": -1 if what.shared is None else FORMATS[what.shared],
@@ -104,6 +102,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "X_ROWS": held,
         "MOST_PAIRS": pairs,
         "MOST_TILES": tiles,
+        "MOST_FEATURES": MOST_ROWS * (choices + 1),
         "TERMS_SHARED": int(terms <= x_bytes),
     }
     return Cut(tuple(macros.items()), fixed + warps * slots * slot)
@@ -111,8 +110,6 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
 
 def _chunks(what: Experts, slice_k: int) -> list[tuple[int, int]]:
     """Steps of one copy of the routed experts and of the shared one, best first."""
-    if what.chunk:
-        return [(what.chunk, what.shared_chunk or (what.chunk if what.shared == what.routed else 1))]
     if what.routed == "bf16":
         return [(2, 2), (1, 1)]
     if what.routed == "fp8":
@@ -134,9 +131,10 @@ def kernel(what: Experts, most_rows: int, choices: int) -> tuple[Kernel, int]:
 
 
 @cache
-def arrivals(device: torch.device) -> Tensor:
-    """The counter of blocks that every launch on a device advances: made at load, before anything is captured."""
-    return torch.zeros(1, dtype=torch.int64, device=device)
+def features(device: torch.device, choices: int, width: int) -> tuple[Tensor, Tensor]:
+    """Two buffers of features in which nothing is there yet, and the state of the launches that take turns with them."""
+    both = torch.full((2, MOST_ROWS * (choices + 1), width), -1, dtype=torch.int16, device=device)
+    return both, torch.zeros(3, dtype=torch.int64, device=device)
 
 
 @cache
@@ -162,14 +160,14 @@ def launch(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tenso
     rows, choices = ids.shape
     compiled, shared_bytes = kernel(what, row_class(rows), choices)
     y = torch.empty(rows, what.hidden, dtype=torch.bfloat16, device=x.device)
-    features = torch.empty(rows * (choices + 1), what.width, dtype=torch.bfloat16, device=x.device)
+    both_features, state = features(x.device, choices, what.width)
     terms = None
     if not dict(cut(what, row_class(rows), choices).macros)["TERMS_SHARED"]:
         pitch = -(-what.hidden // 16 // what.blocks) * 16 + 4
         terms = torch.empty(what.blocks, rows * (choices + 1), pitch, dtype=torch.float32, device=x.device)
-    how = Launch(grid=(what.blocks,), block=(32 * what.warps,), shared_bytes=shared_bytes, programmatic=True)
+    how = Launch(grid=(what.blocks,), block=(32 * WARPS,), shared_bytes=shared_bytes, programmatic=True)
     compiled(
-        how, packed.w13, packed.w2, packed.factors, packed.shared13, packed.shared2, x, ids, weights, y, features,
-        terms, arrivals(x.device), rows, choices, what.num_experts, x.stride(0),
+        how, packed.w13, packed.w2, packed.factors, packed.shared13, packed.shared2, x, ids, weights, y, both_features,
+        terms, state, rows, choices, what.num_experts, x.stride(0),
     )  # fmt: skip
     return y

@@ -3,13 +3,16 @@
 // One block per multiprocessor, all resident. First half: a "unit" is eight features of one expert, their gate rows and
 // their up rows together in one tile of 16 outputs, for up to eight rows of x that chose the expert (one tile of
 // mma.m16n8k16; an expert with more rows is several "tiles"). The warps of a block share a unit's K, so after the sums have
-// met in shared memory one lane has gate and up of a feature, and writes swiglu of them. Second half, after a barrier of
-// the grid: a block owns up to STRIPS strips of 16 outputs of every expert, a warp takes one strip of one tile at a time
-// with all of its K, and the block adds up what the choices of its rows give, in their order, in float32.
+// met in shared memory one lane has gate and up of a feature. Second half: a block owns up to STRIPS strips of 16 outputs
+// of every expert, a warp takes strips of one tile at a time with all of their K, and the block adds up what the choices
+// of its rows give, in their order, in float32.
+//
+// Nothing stands between the halves: eight features of a row are stored at once, over a value that no feature has, and
+// whoever needs them loads until they are there. Two buffers take turns; each launch clears what the last one used.
 //
 // Weights are packed (sm90_formats.cuh) so that whatever a warp reads lies in one piece. Each warp streams its own
 // sequence of them through a ring of its own with bulk copies, across units and halves: the ring is full of the second
-// half's weights while the block waits for the grid. What the shared expert's units need is asked for before the launch's
+// half's weights while its features are computed. What the shared expert's units need is asked for before the launch's
 // dependency is resolved, for nobody needs to know the routing for that.
 //
 // Who computes what follows from ids alone; every block works it out for itself. The order of every sum is fixed: it
@@ -18,7 +21,8 @@
 // Macros: FORMAT of the routed experts; SHARED: format of the shared one, or NONE (-1); HIDDEN, WIDTH: D and F, multiples
 // of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; SPAN: strips of an item; X_ROWS: rows of a tile, and of x
 // that fit (up to so many rows of the launch stay for the whole first half, more are fetched tile by tile); MOST_PAIRS:
-// rows * choices; MOST_TILES; EXPERTS: at least as many as there are; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
+// rows * choices; MOST_TILES; MOST_FEATURES: rows of a
+// buffer of features; EXPERTS: at least as many as there are; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
 
 #include "sm90_formats.cuh"
 
@@ -40,6 +44,7 @@ constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED =
 constexpr int SLOT_BYTES = CHUNK_BYTES > SHARED_CHUNK_BYTES ? CHUNK_BYTES : SHARED_CHUNK_BYTES;
 constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
 constexpr int PARTIAL_BYTES = WARPS * 512;
+constexpr size_t FEATURE_BYTES = size_t(MOST_FEATURES) * WIDTH * 2;
 constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
 static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
 static_assert(HIDDEN % 128 == 0 && (WIDTH % 256 == 0 || WIDTH == 128), "K comes in steps and pieces");
@@ -69,13 +74,7 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#ifdef SPIN_LIMIT
-  int spins = 0;
-#endif
   while (!barrier_passed(barrier, parity)) {
-#ifdef SPIN_LIMIT
-    if (++spins > SPIN_LIMIT) __trap();
-#endif
   }
 }
 
@@ -99,13 +98,23 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ uint4 load_fresh(const u8 *pointer) {
+__device__ __forceinline__ uint4 load_relaxed(const u8 *pointer) {
   uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(pointer));
+               : "l"(pointer)
+               : "memory");
   return v;
 }
+
+__device__ __forceinline__ void store_relaxed(u8 *pointer, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
+// What no feature is: the conversion to bfloat16 makes one NaN, and this is another.
+constexpr u32 MISSING = 0xffffffffu;
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -136,7 +145,7 @@ __device__ __forceinline__ Item first_item(int warp, int live) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe(const u8 *__restrict__ w13, const u8 *__restrict__ w2, const float *__restrict__ factors,
         const u8 *__restrict__ shared13, const u8 *__restrict__ shared2, const u8 *__restrict__ x, const int *ids,
-        const float *weights, u8 *__restrict__ y, u8 *features, float *terms_global, u64 *arrivals, int rows,
+        const float *weights, u8 *__restrict__ y, u8 *both_features, float *terms_global, u64 *state, int rows,
         int choices, int experts, int x_stride) {
   extern __shared__ __align__(1024) u8 memory[];
   __shared__ __align__(8) u64 full_barriers[WARPS][SLOTS];
@@ -244,10 +253,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
-  for (int i = threadIdx.x; i < pairs; i += THREADS) {
-    id_of[i] = __ldcg(ids + i);
-    weight_of[i] = __ldcg(weights + i);
-  }
+  // All that the preceding kernels wrote is asked for before any of it is used.
+  const u64 finished = __ldcg(reinterpret_cast<unsigned long long *>(state));
+  const u64 used_bytes[2] = {__ldcg(reinterpret_cast<unsigned long long *>(state) + 1),
+                             __ldcg(reinterpret_cast<unsigned long long *>(state) + 2)};
+  const int own_pair = threadIdx.x < pairs ? int(threadIdx.x) : -1;
+  int own_id = 0;
+  float own_weight = 0.0f;
+  if (own_pair >= 0) own_id = __ldcg(ids + own_pair), own_weight = __ldcg(weights + own_pair);
   // Rows of x that stay for the whole first half.
   const bool resident = rows <= X_ROWS;
   auto stage_row = [&](int slot, int row) {
@@ -257,9 +270,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (resident)
     for (int row = 0; row < rows; ++row) stage_row(row, row);
   copies_commit();
-  // `arrivals` only grows, by GRID per launch; this block has not arrived yet.
-  u64 wanted = 0;
-  if (threadIdx.x == 0) wanted = (__ldcg(reinterpret_cast<unsigned long long *>(arrivals)) / GRID + 1) * GRID;
+  if (own_pair >= 0) id_of[own_pair] = own_id, weight_of[own_pair] = own_weight;
+  for (int i = threadIdx.x + THREADS; i < pairs; i += THREADS) {
+    id_of[i] = __ldcg(ids + i);
+    weight_of[i] = __ldcg(weights + i);
+  }
+  // Launches take turns with two buffers of features; each clears what the one before it used. The first word of `state`
+  // counts blocks that have finished, this one not yet among them; the others say how many bytes of a buffer were used.
+  const int turn = finished / GRID & 1;
+  u8 *const features = both_features + turn * FEATURE_BYTES;
+  {
+    u8 *const used = both_features + (turn ^ 1) * FEATURE_BYTES;
+    const u64 bytes = turn ? used_bytes[0] : used_bytes[1];
+    for (u64 at = (u64(block) * THREADS + threadIdx.x) * 16; at < bytes; at += u64(GRID) * THREADS * 16)
+      *reinterpret_cast<uint4 *>(used + at) = make_uint4(MISSING, MISSING, MISSING, MISSING);
+    if (block == 0 && threadIdx.x == 0) state[1 + turn] = u64(pairs + rows) * WIDTH * 2;
+  }
 
   // The tiles, in the order in which pairs first name their experts; an expert's pairs in ascending order, X_ROWS to a tile.
   if (threadIdx.x < shared_tiles)
@@ -298,6 +324,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   num_tiles = tiles_found;
+  if (FORMAT == NVFP4)
+    for (int i = threadIdx.x; i < num_tiles; i += THREADS)
+      down_of[i] = expert_of[i] < 0 ? 1.0f : factors[expert_of[i] * 3 + 2];
 
   // This block's routed units: so many that all blocks read about the same, with what they have of the shared expert.
   {
@@ -403,33 +432,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (lane == 0) barrier_arrive(freed);
       const u32 both = to_bf16_pair(silu(total.x * gate_factor) * (total.z * up_factor),
                                     silu(total.y * gate_factor) * (total.w * up_factor));
-      // In a block of 64, lanes' first eight columns stand before their last eight.
-      const int column = feature / 64 * 64 + feature / 8 % 2 * 32 + feature / 16 % 4 * 8 + g;
-      unsigned short *const out = reinterpret_cast<unsigned short *>(features) + column;
-      if (2 * t < count) out[size_t(pair_of[tile][2 * t]) * WIDTH] = both & 0xffff;
-      if (2 * t + 1 < count) out[size_t(pair_of[tile][2 * t + 1]) * WIDTH] = both >> 16;
+      // Lane n writes row n's eight features at once: their presence says that they are there. In a block of 64, lanes'
+      // first eight columns stand before their last eight.
+      u32 part[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 first = __shfl_sync(0xffffffffu, both, 8 * i + lane / 2 % 4);
+        const u32 second = __shfl_sync(0xffffffffu, both, 8 * i + 4 + lane / 2 % 4);
+        part[i] = __byte_perm(first, second, lane % 2 ? 0x7632 : 0x5410);
+      }
+      const int column = feature / 64 * 64 + feature / 8 % 2 * 32 + feature / 16 % 4 * 8;
+      if (lane < count)
+        store_relaxed(features + (size_t(pair_of[tile][lane]) * WIDTH + column) * 2,
+                      make_uint4(part[0], part[1], part[2], part[3]));
     }
   }
 
-  // All features of all pairs must be there.
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(arrivals) : "memory");
-    u64 seen;
-#ifdef SPIN_LIMIT
-    int spins = 0;
-#endif
-    do {
-#ifdef SPIN_LIMIT
-      if (++spins > SPIN_LIMIT) __trap();
-#endif
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(arrivals) : "memory");
-    } while (seen < wanted);
-  } else if (FORMAT == NVFP4) {
-    for (int i = threadIdx.x - 1; i < num_tiles; i += THREADS - 1)
-      down_of[i] = expert_of[i] < 0 ? 1.0f : factors[expert_of[i] * 3 + 2];
-  }
+  // What a block adds up lies where its rows of x were.
   __syncthreads();
 
   // Second half. A lane holds its part of its row for a piece of K, and asks for the next where it takes the last.
@@ -441,21 +460,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return features + (size_t(pair_of[tile][place]) * WIDTH + ahead_piece * PIECE) * 2 + t * 16;
   };
   Fragment held[PIECE / 64];
+  const u8 *row = nullptr;
   if (item.tile < num_tiles) {
-    const u8 *row = row_ahead();
+    row = row_ahead();
 #pragma unroll
-    for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_fresh(row + b * 128), load_fresh(row + b * 128 + 64)};
+    for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
   }
   for (; item.tile < num_tiles; item.advance(live)) {
     const int tile = item.tile, count = count_of[tile], strips = min(SPAN, live - item.strip);
     const bool is_shared = SHARED != NONE && expert_of[tile] < 0;
     Sums sums[SPAN] = {};
     for (int piece = 0; piece < PIECES; ++piece) {
+      // Other blocks may still be computing them.
+      auto missing = [&]() {
+        bool some = false;
+#pragma unroll
+        for (int b = 0; b < PIECE / 64; ++b) some |= held[b].first.x == MISSING || held[b].second.x == MISSING;
+        return some;
+      };
+      while (__any_sync(0xffffffffu, missing())) {
+#pragma unroll
+        for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
+      }
       if (++ahead_piece == PIECES) ahead_piece = 0, ahead.advance(live);
-      const u8 *row = row_ahead();
+      row = row_ahead();
       auto take = [&](int b, bool last) {
         const Fragment now = held[b];
-        if (last) held[b] = {load_fresh(row + b * 128), load_fresh(row + b * 128 + 64)};
+        if (last) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
         return now;
       };
       if (is_shared) {
@@ -516,4 +547,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     *reinterpret_cast<u32 *>(y + (size_t(row) * HIDDEN + strip_begin * 16 + column) * 2) =
         to_bf16_pair(total.x, total.y);
   }
+  if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long *>(state), 1ull);
 }

@@ -16,7 +16,8 @@ from legato.ops.build import Kernel, Launch, Source
 from legato.ops.experts.sm90_packing import pack_bf16
 
 _SOURCE = Path(__file__).with_name("sm90_route.cu")
-MOST_ROWS = 64
+#: Rows of a launch, and choices of a row.
+MOST_ROWS, MOST_CHOICES = 64, 32
 _WARPS = 8
 #: Experts of a block; blocks of a cluster at most; K of a step; bytes of a step.
 _EXPERTS, _MOST_RANKS, _STEP_K, _STEP_BYTES = 16, 16, 64, 2048
@@ -41,6 +42,17 @@ def pack(weight: Tensor) -> Tensor:
     missing = -weight.shape[0] % _EXPERTS
     stacked = torch.nn.functional.pad(torch.stack(terms), (0, 0, 0, missing))
     return pack_bf16(stacked)
+
+
+def restore(packed: Tensor, num_experts: int) -> Tensor:
+    """The float32 [E, D] that `pack` was given."""
+    terms, strips, steps = packed.shape[:3]
+    pieces = packed.view(torch.bfloat16).view(terms, strips, steps, 2, 2, 8, 4, 8)  # half, piece, g, t, column
+    rows = pieces.permute(0, 1, 3, 5, 2, 6, 4, 7).reshape(terms, strips * _EXPERTS, steps * _STEP_K)
+    total = rows[-1].to(torch.float32)
+    for term in range(terms - 2, -1, -1):  # smallest first: every partial sum is exact
+        total = total + rows[term].to(torch.float32)
+    return total[:num_experts]
 
 
 @cache

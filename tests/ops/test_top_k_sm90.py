@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 
 from legato.ops import build, top_k
 from legato.ops.case import Draw
-from legato.ops.select import sm90_clusters, sm90, torch_topk
+from legato.ops.select import sm90, sm90_clusters, torch_topk
 from legato.ops.select.adversarial import adversarial_rows
 
 try:

@@ -39,11 +39,12 @@ def assemble(config: Config, progress: OnProgress) -> Served:
     except BindError as error:
         raise ConfigError(f"ops: {error}") from error
     settings, vocab_size = started.settings, started.spec.vocab_size
+    num_ranks = config.execution.tensor_parallel
     started.engine.runner.grammars = _warm_grammars(vocabulary_of(tokenizer, vocab_size))
     info = EngineInfo(
         model=config.model or checkpoint.label,
         folder=str(checkpoint.file("config.json").parent),
-        device=settings.device,
+        device=settings.device if num_ranks == 1 else f"{settings.device.split(':')[0]}, {num_ranks} ranks",
         context=settings.context,
         cache_tokens=settings.cache_tokens,
         num_drafts=settings.num_drafts,

@@ -76,7 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     Attributes:
         model: the name or path that the checkpoint was asked for by.
         folder: where its small files (configuration, tokenizer, chat template) are on this machine.
-        device: as PyTorch names it.
+        device: as PyTorch names it; of several ranks, its kind and how many there are.
         context: longest prompt and output together, in tokens.
         cache_tokens: capacity over all requests.
         num_drafts: K.

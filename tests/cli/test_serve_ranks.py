@@ -114,6 +114,7 @@ def test_the_loss_of_a_rank_ends_the_server(served: Served, number: int, words: 
 
 
 def test_nothing_is_left_after_an_orderly_end(served: Served) -> None:
+    assert "on cpu, 2 ranks, context 1024" in served.log.read_text()
     family = served.family()
     assert served.rank() in family and len(family) >= 3
     served.process.send_signal(signal.SIGTERM)

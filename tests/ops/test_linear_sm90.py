@@ -189,6 +189,7 @@ def test_error_and_bits_of_every_shape(shape: tuple[int, int, int], uninitialise
 )
 def test_a_gated_product_has_the_bits_of_two_launches(shape: tuple[int, int], uninitialised_is_nan: None) -> None:
     product, gated = Product(*shape, 16), implementation(linear_swiglu)
+    assert gated.pack is not None
     packed = gated.pack(product.plain)
     x, _ = product.rows(96)
     for count in (1, 6, 8, 16, 24, 96):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from legato.ops.build import Kernel, Launch, Source, TensorMapDescriptor, tensor_map
+from legato.ops.build import Kernel, Launch, Source, tensor_map
 from legato.ops.cache.layout import INDEX_KEY_BYTES, INDEX_PAGE_BYTES, INDEX_WIDTH, PAGE
 from legato.ops.score import index_scores
 
@@ -51,9 +52,9 @@ class _Maps:
     _MOST = 1024
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, int, int], tuple[TensorMapDescriptor, TensorMapDescriptor]] = {}
+        self._held: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
-    def of(self, cache: Tensor) -> tuple[TensorMapDescriptor, TensorMapDescriptor]:
+    def of(self, cache: Tensor) -> tuple[Any, Any]:
         key = (cache.data_ptr(), cache.shape[0], cache.get_device())
         found = self._held.get(key)
         if found is None:

@@ -32,7 +32,11 @@ def nvrtc() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "width", "local"), [(1, 6144, False), (8, 6144, False), (2, 256, False), (8, 6144, True)]
+    ("ranks", "width", "local"),
+    [
+        (8, 6144, False),
+        *(pytest.param(*made, marks=pytest.mark.full) for made in ((1, 6144, False), (2, 256, False), (8, 6144, True))),
+    ],
 )
 def test_the_sum_compiles_without_spills_and_its_block_fits(ranks: int, width: int, local: bool, nvrtc: None) -> None:
     usage = sm90.add_norm_kernel(ranks, width, local).usage("sm_90a")

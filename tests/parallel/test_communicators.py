@@ -1,3 +1,4 @@
+# pyright: reportPrivateImportUsage=false
 """Who a rank is, what a rank that is alone returns, and what the loop-back counts."""
 
 from __future__ import annotations

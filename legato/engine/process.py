@@ -49,7 +49,7 @@ def serve(channel: Channel, target: str) -> int:
         gc.collect()
         gc.freeze()
         if served.watch is not None:
-            served.watch.on_stuck = lambda lost: _leave(channel, lost)
+            served.watch.guard(lambda lost: _leave(channel, lost))
         channel.send(messages.Ready(info))
         Serving(channel, served).run()
         if served.watch is not None:

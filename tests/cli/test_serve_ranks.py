@@ -113,6 +113,22 @@ def test_the_loss_of_a_rank_ends_the_server(served: Served, number: int, words: 
     assert not [pid for pid in family if is_alive(pid)]
 
 
+def test_rank_0_may_hang_too(served: Served) -> None:
+    family = served.family()
+    (engine,) = [pid for pid in family if "engine.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(engine, signal.SIGSTOP)
+    hurt = time.monotonic()
+    assert served.process.wait(20) == 1
+    assert time.monotonic() - hurt < 7
+    log = served.log.read_text()
+    assert "rank 0 hangs: no sign of life" in log and "SIGKILL" in log
+    for _ in range(300):
+        if not [pid for pid in family if is_alive(pid)]:
+            return
+        time.sleep(0.01)
+    raise AssertionError("a process has outlived the server")
+
+
 def test_nothing_is_left_after_an_orderly_end(served: Served) -> None:
     assert "on cpu, 2 ranks, context 1024" in served.log.read_text()
     family = served.family()

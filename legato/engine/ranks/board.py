@@ -172,6 +172,15 @@ class Board:
         """Rank 0 needs no one any more: the others leave."""
         _WORD.pack_into(self._memory, 8, 1)
 
+    @property
+    def is_guarded(self) -> bool:
+        """Rank 0 is to be ended when it hangs: someone waits for its end. Else it may have been suspended by its user."""
+        return _WORD.unpack_from(self._memory, 16)[0] != 0
+
+    def guard(self) -> None:
+        """Rank 0 is to be ended when it hangs."""
+        _WORD.pack_into(self._memory, 16, 1)
+
     def publish(self, step: bytes, pause: Callable[[], None]) -> None:
         """Writes a step for all other ranks. Calls `pause` while a rank has not read what its slots still hold; `pause` may
         raise."""

@@ -36,7 +36,8 @@ BEAT_S = 0.1
 BUSY_S, BUSY_PAUSE_S, IDLE_PAUSE_S = 0.02, 0.00005, 0.001
 """A rank looks often for the next plan while plans come, and seldom once none has come for `BUSY_S`."""
 LEAD_SILENT_S = 30.0
-"""Rank 0's death ends this process at once; its standing still (a stopped process) only after this time."""
+"""Rank 0's death ends this process at once. A rank 0 that stands still is ended where a server waits for it (`Board.guard`);
+another one may have been suspended by its user, and is only left, after this time."""
 
 
 class Closed(Exception):
@@ -93,8 +94,9 @@ def prepared_by(config: Config) -> Prepare:
     return prepare
 
 
-def live(signs: Signs, lead: Signs) -> None:
+def live(board: Board, rank: int, patience_s: float) -> None:
     """Signs of life, in a thread of its own; ends the process when rank 0 is gone, or has given none for long."""
+    signs, lead = board.signs(rank), board.signs(0)
     handle = os.pidfd_open(lead.pid)
     ended = select.poll()
     ended.register(handle, select.POLLIN)
@@ -102,8 +104,11 @@ def live(signs: Signs, lead: Signs) -> None:
         signs.beat()
         if ended.poll(0):
             os._exit(1)
-        if lead.beat_ns and time.monotonic_ns() - lead.beat_ns > LEAD_SILENT_S * 1e9:
-            LOG.error("rank 0 has given no sign of life for %.0f s; this rank ends", LEAD_SILENT_S)
+        silent = (time.monotonic_ns() - lead.beat_ns) / 1e9 if lead.beat_ns else 0.0
+        if silent > (patience_s if board.is_guarded else LEAD_SILENT_S):
+            LOG.critical("rank 0 hangs: no sign of life for %.1f s; rank %d ends", silent, rank)
+            if board.is_guarded:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
             os._exit(1)
         time.sleep(BEAT_S)
 
@@ -116,7 +121,8 @@ def follow(config: Config, where: RankAddress) -> int:
         board = Board.open(meet(b"")[0].decode(), where.size)
         signs = board.signs(where.rank)
         signs.pid = os.getpid()
-        threading.Thread(target=live, args=(signs, board.signs(0)), name="beat", daemon=True).start()
+        watching = (board, where.rank, config.execution.rank_patience)
+        threading.Thread(target=live, args=watching, name="beat", daemon=True).start()
         joined = join(config, open_checkpoint(config.model), meet, signs, prepare=prepared_by(config))
         Follower(where.rank, board, joined).run()
     except Closed:

@@ -114,6 +114,12 @@ class Watch:
         """Whether a rank has been lost."""
         return self._lost is not None
 
+    def guard(self, on_stuck: Callable[[RankLost], None]) -> None:
+        """This process is an engine's, which a server watches: it is to end when it is stuck, and to be ended by the other ranks
+        when it hangs as a whole."""
+        self.on_stuck = on_stuck
+        self._board.guard()
+
     def raise_if_lost(self) -> None:
         """Raises RankLost once a rank is lost."""
         if self._lost is not None:

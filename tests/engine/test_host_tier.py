@@ -15,8 +15,6 @@ from legato.types import SamplingParams
 from tests.engine.conftest import Shipped
 from tests.engine.test_reuse import answers, poison_free_pages
 
-pytestmark = pytest.mark.full
-
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95)
 TURNS = 3
@@ -58,7 +56,8 @@ def expected(shipped: Shipped, held_out: list[tuple[int, ...]]) -> Said:
     return Agents(held_out).play(shipped.engine(**SMALL, prefix_cache=False), range(TURNS), [()] * 3)
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [False, True])
 def test_conversations_are_found_again_and_not_one_token_changes(
     shipped: Shipped, held_out: list[tuple[int, ...]], expected: Said, overlap: bool
 ) -> None:

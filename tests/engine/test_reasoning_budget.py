@@ -14,8 +14,6 @@ from legato.schedule import Request
 from legato.types import ParameterError, SamplingParams
 from tests.engine.conftest import Shipped, run
 
-pytestmark = pytest.mark.full
-
 LENGTH = 10
 PROMPT = "def parse(self, text):\n    return "
 NEWLINE = 198
@@ -123,8 +121,7 @@ def test_a_row_forgets_the_budget_of_its_last_owner(shipped: Shipped, grammars: 
     assert run(engine, batch)[1] == alone
 
 
-def test_chat_and_errors(shipped: Shipped) -> None:
-    llm = LLM(num_drafts=5)
+def test_chat_and_errors(llm: LLM) -> None:
     end = llm.tokenizer.control["</think>"]
     messages = [{"role": "user", "content": "What is 6 times 7?"}]
     params = SamplingParams(reasoning_budget=3, max_tokens=12, temperature=0)

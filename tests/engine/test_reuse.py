@@ -13,8 +13,6 @@ from legato.schedule import Request
 from legato.types import SamplingParams, TokenLogprob
 from tests.engine.conftest import Shipped, run
 
-pytestmark = pytest.mark.full
-
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95)
 CUTS = {63: 0, 64: 0, 65: 64, 127: 64, 128: 64, 129: 128}
@@ -71,7 +69,8 @@ def siblings(stem: tuple[int, ...], vocab: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("chunk", [50, pytest.param(512, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("chunk", [50, 512])
 def test_a_hit_changes_neither_tokens_nor_accept_length(
     shipped: Shipped, held_out: list[tuple[int, ...]], chunk: int
 ) -> None:
@@ -146,6 +145,7 @@ def test_preemption_changes_nothing_and_repeats_nothing(
         assert disturbed[name].logprobs == answer.logprobs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("overlap", "prefix_cache"), [(False, False), (True, True)])
 def test_a_pool_of_little_more_than_one_request(
     shipped: Shipped, held_out: list[tuple[int, ...]], overlap: bool, prefix_cache: bool

@@ -14,8 +14,6 @@ from legato.model.spec import ModelSpec
 from tests.release import CONFIG, HeaderSource, release
 from tests.tiny import quantized, save_checkpoint, tiny_config, tiny_tensors
 
-pytestmark = pytest.mark.full
-
 
 @pytest.fixture(scope="module")
 def nvfp4() -> Footprint:
@@ -27,6 +25,7 @@ def fp8() -> Footprint:
     return plan(Checkpoint.of(HeaderSource(release("fp8"))))
 
 
+@pytest.mark.full
 def test_the_releases_have_their_published_sizes(nvfp4: Footprint, fp8: Footprint) -> None:
     """753,329,921,024 parameters without the router's 76 x 256 corrections; 464.8 GB and 755.6 GB on disk."""
     assert nvfp4.num_parameters == fp8.num_parameters == 753_329_921_024 + 76 * 256
@@ -37,6 +36,7 @@ def test_the_releases_have_their_published_sizes(nvfp4: Footprint, fp8: Footprin
     assert nvfp4.ignored == {"activations are not quantised": 75 * 256 * 3}
 
 
+@pytest.mark.full
 def test_weights_per_rank(nvfp4: Footprint, fp8: Footprint) -> None:
     one, two, four, eight = nvfp4.plans
     experts = 75 * 256 * (3 * 2048 * 6144 * 9 // 16 + 3 * 4)
@@ -66,6 +66,7 @@ def test_cache_bytes() -> None:
     assert tiny.per_token("fp8") is None
 
 
+@pytest.mark.full
 def test_contexts(nvfp4: Footprint) -> None:
     eight = nvfp4.plans[-1]
     free = 141_000_000_000 - 6_000_000_000 - eight.total_weight_bytes
@@ -74,6 +75,7 @@ def test_contexts(nvfp4: Footprint) -> None:
     assert eight.longest_context["fp8"] == 1048576 < eight.capacity_tokens["fp8"]
 
 
+@pytest.mark.full
 def test_the_text_says_it_all(nvfp4: Footprint) -> None:
     page = text(nvfp4, width=120)
     for words in (

@@ -12,8 +12,6 @@ import pytest
 
 from tests.server.live import Live
 
-pytestmark = pytest.mark.full
-
 MODEL = "small"
 ADD: Any = {
     "type": "function",

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportPrivateImportUsage=false
 """Experts for many rows: packed weights widened once per call, and the library's grouped products.
 
 Owns `widen` (packed experts back to rows of numbers) and the order of pairs. Must not know how few rows are computed.

@@ -77,7 +77,7 @@ def pack_int4(packed: Tensor, scale: Tensor) -> Tensor:
     # half, g, step, block, t, word, pair
     octets = (packed ^ 0x88).view(experts, strips, 2, 8, steps, 2, 4, 2, 4).to(torch.int64)
     pairs = (octets & 15) | (octets >> 4) << 16
-    words = sum(pairs[..., pair] << 4 * pair for pair in range(4))
+    words = pairs[..., 0] | pairs[..., 1] << 4 | pairs[..., 2] << 8 | pairs[..., 3] << 12
     codes = _bytes(words.permute(0, 1, 4, 5, 3, 6, 2, 7).reshape(experts, strips, steps, -1))
     scales = scale.view(experts, strips, 2, 8, steps).permute(0, 1, 4, 3, 2).contiguous()
     return torch.cat((codes, scales.view(experts, strips, steps, 16).view(torch.uint8)), dim=-1)

@@ -13,7 +13,8 @@ pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
 pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 
 from legato.ops import build, sparse_mla
-from legato.ops.attend import sm90
+from legato.ops.attend import sm90, sm90_forms
+from legato.ops.attend.sm90_forms import FORMS, INVARIANT_ROWS, Form, Way, cut
 from legato.ops.cache import latent_cache, read_latent_rows
 from legato.ops.case import Draw
 
@@ -27,35 +28,49 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 SCALE = 0.0625
 
 
-def compiles_without_spills(form: sm90.Form) -> None:
+def check_compiled(form: Form) -> None:
     used = sm90.kernel(form).usage("sm_90a")
-    allowed = 200 if form == sm90.Form(64, packed=True) else 0
+    # The producers of one form keep three numbers elsewhere.
+    allowed = 16 if form == Form(64, packed=True) else 0
     assert max(used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) <= allowed
-    assert used.static_shared_bytes == 0 and form.shared_bytes <= 227 * 1024
+    assert used.static_shared_bytes == 0
 
 
-def test_the_forms_of_a_rank_of_eight_compile_without_spills() -> None:
-    compiles_without_spills(sm90.Form(8, packed=True))
+def test_the_form_of_a_rank_of_eight_compiles_without_spills() -> None:
+    check_compiled(Form(8, packed=True, way=Way.ONE))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", sm90.FORMS, ids=str)
-def test_every_form_compiles_without_spills(form: sm90.Form) -> None:
-    compiles_without_spills(form)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_compiles_without_spills(form: Form) -> None:
+    check_compiled(form)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads", [1, 8, 9, 16, 17, 64, 128])
 @pytest.mark.parametrize("width", [1, 128, 129, 256, 2048, 4096])
-@pytest.mark.parametrize("head_blocks", [1, 2])
-def test_a_row_is_cut_alike_for_one_to_sixteen_rows(width: int, head_blocks: int) -> None:
-    cuts = {sm90.cut(rows, head_blocks, width, 132) for rows in range(1, sm90.INVARIANT_ROWS + 1)}
-    assert len(cuts) == 1 and cuts <= {1, 2, 4, 8, 16}
+def test_a_row_is_added_up_alike_for_one_to_sixteen_rows(heads: int, width: int, packed: bool) -> None:
+    cuts = [cut(rows, heads, packed, width, 132) for rows in range(1, INVARIANT_ROWS + 1)]
+    units = -(-width // sm90_forms.UNIT)
+    parts = {units if how.form.way is not Way.RUNNING else how.blocks for how in cuts}
+    assert len(parts) == 1
+    assert all(how.form.way is not Way.ONE or units <= how.blocks for how in cuts)
 
 
-@pytest.mark.parametrize("rows", [17, 36, 96, 132, 133, 2048])
-def test_many_rows_share_the_processors(rows: int) -> None:
-    blocks = sm90.cut(rows, 1, 2048, 132)
-    waves = -(-rows * blocks // 132)
-    assert blocks in (1, 2, 4, 8, 16) and waves * 16 / blocks <= 16 * -(-rows // 132)
+@pytest.mark.parametrize("rows", [1, 6, 7, 15, 16, 17, 33, 34, 36, 96, 132, 133, 2048])
+@pytest.mark.parametrize("heads", [4, 16, 64, 128])
+@pytest.mark.parametrize("packed", [False, True])
+def test_cuts_fit_the_device(rows: int, heads: int, packed: bool) -> None:
+    for width in (1, 256, 2048, 8192):
+        how = cut(rows, heads, packed, width, 132)
+        assert how.blocks in (1, 2, 4, 8, 16) and how.form in FORMS
+        assert how.form.shared_bytes(-(-width // 128), how.blocks) <= how.shared_bytes <= sm90_forms.MOST_BYTES
+        assert how.form.heads >= min(heads, 64)
+
+
+def test_many_rows_share_the_processors() -> None:
+    assert cut(2048, 64, False, 2048, 132).blocks == cut(2048, 8, True, 2048, 132).blocks == 1
+    assert cut(36, 64, False, 2048, 132).blocks == cut(36, 8, False, 2048, 132).blocks == 2
 
 
 def arguments(rows: int = 3, heads: int = 8, width: int = 200, pages: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,14 +113,15 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
     q, cache, slots, counts = arguments(heads=70)
     out = sm90._attend._init_fn(q, cache, slots, counts, SCALE)
     ((form, how, given),) = calls
-    declared = re.search(r"sparse_mla\((const u8 \*q.*?)\) \{", sm90._SOURCE.read_text(), re.S)
-    names = [part.split()[-1].strip("*") for part in re.sub(r"#.*", "", declared[1]).split(",")]
-    passed = dict(zip(names, given, strict=True))
-    assert passed["q"] is q and passed["cache"] is cache and passed["slots"] is slots and passed["counts"] is counts
-    assert passed["out"] is out and (passed["heads"], passed["width"]) == (70, 200)
-    assert (passed["slots_stride"], passed["q_stride"]) == (200, 70 * 576)
-    assert passed["scale"] == pytest.approx(SCALE * 1.4426950408889634)
-    assert form == sm90.Form(64, packed=False) and how.grid == (3 * 2, 2) and how.cluster == (2,)
+    for source in {known.source.path for known in FORMS}:
+        declared = re.search(r"sparse_mla\((const u8 \*q.*?)\) \{", source.read_text(), re.S)
+        names = [part.split()[-1].strip("*") for part in declared[1].split(",")]
+        passed = dict(zip(names, given, strict=True))
+        assert passed["q"] is q and passed["cache"] is cache and passed["slots"] is slots and passed["counts"] is counts
+        assert passed["out"] is out and (passed["heads"], passed["width"]) == (70, 200)
+        assert (passed["slots_stride"], passed["q_stride"]) == (200, 70 * 576)
+        assert passed["scale"] == pytest.approx(SCALE * 1.4426950408889634)
+    assert form == Form(64, packed=False) and how.grid == (3 * 2, 2) and how.cluster == (2,) and how.block == (384,)
 
 
 # On a GPU
@@ -164,10 +180,10 @@ def attend(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "heads", "width"),
     [
-        *((rows, 8, 2048) for rows in (1, 6, 16, 36)),
+        *((rows, 8, 2048) for rows in (1, 6, 12, 16, 24, 36)),
         *((rows, 64, 2048) for rows in (6, 36)),
         *((140, 8, 700), (6, 4, 256), (9, 5, 100), (6, 16, 2048), (40, 16, 300)),
-        *((6, 32, 2048), (20, 24, 300), (140, 64, 700), (7, 128, 2048)),
+        *((6, 32, 2048), (20, 24, 300), (140, 64, 700), (7, 128, 2048), (6, 8, 4096), (3, 64, 4096)),
     ],
 )
 def test_error_is_at_most_twice_that_of_bfloat16(rows: int, heads: int, width: int, cached: torch.dtype) -> None:
@@ -187,7 +203,7 @@ def test_error_is_at_most_twice_that_of_bfloat16(rows: int, heads: int, width: i
 def test_a_row_does_not_know_its_neighbours(heads: int, cached: torch.dtype) -> None:
     q, cache, slots, counts = inputs(16, heads, 2048, cached)
     together = attend(q, cache, slots, counts)
-    for rows in (1, 6, 15):
+    for rows in (1, 6, 12, 15):
         some = attend(q[:rows], cache, slots[:rows], counts[:rows])
         assert torch.equal(some, together[:rows])
     for row in range(16):

@@ -224,7 +224,8 @@ def _latents_that_fit(layout: CacheLayout, num_pages: int, device: torch.device)
     index_bytes = (
         _page_bytes(layout.index_page()) * num_pages * (layout.num_layers - layout.spec.indexer_kinds.count("shared"))
     )
-    free = torch.cuda.mem_get_info(device)[0] - _RESERVE_BYTES - index_bytes
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused - _RESERVE_BYTES - index_bytes
     fitting = free // (_page_bytes(layout.latent_page()) * num_pages)
     if fitting < min(_FEWEST_LATENTS, layout.num_layers):
         raise ConfigError(

@@ -308,3 +308,25 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_requests(served: Served) -
     assert first.startswith(b"data: ") and rest.rstrip().endswith(b"data: [DONE]")
     assert b'"finish_reason":"length"' in rest
     assert served.process.wait(60) == 0, served.err.read_text()
+
+
+def test_a_second_signal_cuts_what_runs_and_says_so(tmp_path: Path) -> None:
+    server = Served(tmp_path, "--drain-timeout", "60")
+    try:
+        server.wait_ready()
+        body = json.dumps({**CHAT, "stream": True, "max_tokens": 4000, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            server.url + "/v1/chat/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            stream.readline()
+            server.process.send_signal(signal.SIGTERM)
+            while server.ask("/health")[0] == 200:
+                time.sleep(0.05)
+            code = server.end()
+            rest = stream.read()
+    finally:
+        server.kill()
+    assert code == 0
+    assert b"stopped before the answer was complete" in rest and b"has failed" not in rest
+    assert "at the second signal: 1 running requests are cut" in server.err.read_text()

@@ -374,7 +374,8 @@ def prologue_bf16(x, qkv_weight, q_weight, w_uk, q_norm, norm, index_norm, place
     if index_norm is None:
         return prologue_shared(qkv, q, w_uk, norm, places, cache)
     q, queries, gates, cache, keys = prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys)
-    scores = [sum(gates[row, :, None] * (queries[row] @ keys.view(-1, 128).T).clamp_min(0)) for row in range(len(q))]
+    stored = keys.view(-1, 128)[places.slots[places.slots >= 0].long()]
+    scores = [sum(gates[row, :, None] / 4 * (queries[row] @ stored.T).clamp_min(0)) for row in range(len(q))]
     return q, torch.stack(scores), cache
 
 

@@ -250,13 +250,16 @@ def _case(name: str, shape: _Shape, rows: int, dtype: torch.dtype, caches: tuple
 
 
 def _scored(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Index queries and keys by what they are for, their scores: a rotation of both changes nothing there."""
+    """Index queries, and the keys that this call stored, by what they are for: a quarter of their scores. A rotation of both
+    changes nothing there but which way e4m3 rounds, by 0.2 in 16,000 scores of size 0.75."""
     if arguments[6] is None:
         return _as_numbers(arguments, outputs)
     q, index_q, gates, cache, keys = outputs
     cache, keys = _as_numbers(arguments, (cache, keys))
-    dots = torch.einsum("tix,kx->tik", index_q.float(), keys.flatten(0, -2))
-    return q, torch.einsum("ti,tik->tk", gates, dots.relu_()), cache
+    slots = arguments[7].slots
+    stored = keys.flatten(0, -2)[slots[slots >= 0].long()]
+    dots = torch.einsum("tix,kx->tik", index_q.float(), stored)
+    return q, torch.einsum("ti,tik->tk", gates / 4, dots.relu_()), cache
 
 
 def _chain_case(name: str, rows: int, hidden: int, shape: _Shape, dtype: torch.dtype) -> Case:

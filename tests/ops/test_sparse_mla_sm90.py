@@ -30,9 +30,7 @@ SCALE = 0.0625
 
 def check_compiled(form: Form) -> None:
     used = sm90.kernel(form).usage("sm_90a")
-    # The producers of one form keep three numbers elsewhere.
-    allowed = 16 if form == Form(64, packed=True) else 0
-    assert max(used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) <= allowed
+    assert used.spill_store_bytes == used.spill_load_bytes == used.stack_bytes == 0
     assert used.static_shared_bytes == 0
 
 
@@ -166,7 +164,7 @@ def in_float64_and_in_bfloat16(q: Tensor, cache: Tensor, slots: Tensor, counts: 
     return torch.stack(exact), torch.stack(plain)
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
@@ -192,7 +190,7 @@ def test_error_is_at_most_twice_that_of_bfloat16(rows: int, heads: int, width: i
     exact, plain = in_float64_and_in_bfloat16(q, cache, slots, counts)
     found = attend(q, cache, slots, counts)
     assert bool(found.isfinite().all())
-    assert error(found, exact) <= 2 * error(plain, exact)
+    assert relative_error(found, exact) <= 2 * relative_error(plain, exact)
     assert torch.equal(found, attend(q, cache, slots, counts))
 
 
@@ -218,7 +216,7 @@ def test_first_and_last_slots(cached: torch.dtype) -> None:
     last = 512 * 64 - 1
     slots[:, ::2], slots[:, 1::2] = slots[:, ::2] % 4, last - slots[:, 1::2] % 4
     exact, plain = in_float64_and_in_bfloat16(q, cache, slots, counts)
-    assert error(attend(q, cache, slots, counts), exact) <= 2 * error(plain, exact)
+    assert relative_error(attend(q, cache, slots, counts), exact) <= 2 * relative_error(plain, exact)
 
 
 @gpu

@@ -16,30 +16,16 @@ __device__ __forceinline__ int load_fresh(const int *pointer) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(pointer));
   return v;
 }
+__device__ __forceinline__ uint2 load_fresh(const uint2 *pointer) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+  return v;
+}
 __device__ __forceinline__ uint4 load_fresh(const uint4 *pointer) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(pointer));
-  return v;
-}
-// The same, or zeros; no branch, so that many can be on their way.
-__device__ __forceinline__ uint4 load_fresh_if(bool wanted, const void *pointer) {
-  uint4 v;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(pointer), "r"(u32(wanted)));
-  return v;
-}
-__device__ __forceinline__ uint2 load_pair_fresh_if(bool wanted, const void *pointer) {
-  uint2 v;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@p ld.global.cg.v2.u32 {%0, %1}, "
-      "[%2];\n}"
-      : "=&r"(v.x), "=&r"(v.y)
-      : "l"(pointer), "r"(u32(wanted)));
   return v;
 }
 // 16 bytes, or as many zeros.

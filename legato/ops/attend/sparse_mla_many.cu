@@ -16,16 +16,14 @@
 #include "hopper.cuh"
 #include "products.cuh"
 
-constexpr int COMPUTING = 256, PRODUCERS = 4;  // threads; warps
-constexpr int THREADS = COMPUTING + 32 * PRODUCERS, HEADS = 64, UNIT = 128, TILE = 64;
-constexpr int EACH = 16 / PRODUCERS;  // tokens of a tile in a producer's lane
+constexpr int THREADS = 384, COMPUTING = 256, HEADS = 64, UNIT = 128, TILE = 64;
 constexpr int LATENT = 512;
 constexpr int ROW_BYTES = FP8 ? 656 : 1152;
 constexpr int COLUMN_BYTES = TILE * 128;  // 64 tokens by 64 values
 constexpr int TILE_BYTES = 9 * COLUMN_BYTES;
 constexpr int Q_COLUMN = HEADS * 128;
 constexpr int MOST_BLOCKS = 16;
-constexpr int PRODUCER_REGISTERS = FP8 ? 112 : 40, COMPUTE_REGISTERS = FP8 ? 192 : 232;
+constexpr int PRODUCER_REGISTERS = FP8 ? 104 : 40, COMPUTE_REGISTERS = FP8 ? 200 : 232;
 
 constexpr int SHARES_AT = 0;                       // [senders][HEADS]: where the tokens were
 constexpr int STAGE_AT = MOST_BLOCKS * HEADS * 4;  // there too: what goes to each block
@@ -67,16 +65,15 @@ struct Row {
   int count, width, units, rank, blocks;
 };
 
-// Tokens 4 * EACH * warp + lane / 8 + 4i of a tile, 16 bytes of a piece of 128 in a lane. What FP8 tokens need is asked
-// for before there is room for it.
+// Tokens 16 * warp + lane / 8 + 4i of a tile, 16 bytes of a piece of 128 in a lane.
 __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, const Row &row, int warp, int lane) {
-  const int first = warp * 4 * EACH + lane / 8;
-  int found[2][EACH];
+  const int first = warp * 16 + lane / 8;
+  int found[2][4];
   auto read = [&](int unit) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) {
+      for (int i = 0; i < 4; ++i) {
         const int at = unit * UNIT + tile * TILE + first + 4 * i;
         found[tile][i] = -1;
         if (at < row.width) found[tile][i] = load_fresh(row.slots + at);
@@ -85,11 +82,11 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
   read(row.rank);
   int turn = 0;
   for (int unit = row.rank; unit < row.units; unit += row.blocks, ++turn) {
-    u32 token[2][EACH], counted[2] = {0, 0};
+    u32 token[2][4], counted[2] = {0, 0};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-      for (int i = 0; i < EACH; ++i) {
+      for (int i = 0; i < 4; ++i) {
         const bool counts = found[tile][i] >= 0 && unit * UNIT + tile * TILE + first + 4 * i < row.count;
         token[tile][i] = counts ? u32(found[tile][i]) * (ROW_BYTES / 16) : NOTHING;
         const u32 votes = __ballot_sync(~0u, counts);
@@ -101,27 +98,28 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
       const u32 full = base + BARRIERS_AT + tile * 32, empty = full + 16;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-#if FP8
-        uint4 codes[EACH][2], rope[EACH];
-        uint2 scales[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-          const bool counts = token[tile][i] != NOTHING;
-          const u8 *const source = cache + (counts ? size_t(token[tile][i]) * 16 : 0);
-          codes[i][0] = load_fresh_if(counts, source + half * 256 + lane % 8 * 16);
-          codes[i][1] = load_fresh_if(counts, source + half * 256 + 128 + lane % 8 * 16);
-          scales[i] = load_pair_fresh_if(counts, source + 512 + half * 8);
-          if (half) rope[i] = load_fresh_if(counts, source + 528 + lane % 8 * 16);
-        }
-#endif
         if (turn) barrier_wait(empty + half * 8, (turn - 1) & 1);
         if (half == 1 && lane == 0) {
           *reinterpret_cast<unsigned short *>(shared + COUNTED_AT + tile * 8 + warp * 2) = counted[tile];
           barrier_arrive(full + 8);
         }
 #if FP8
+        uint4 codes[4][2], rope[4];
+        uint2 scales[4];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
+        for (int i = 0; i < 4; ++i) {
+          const u32 from = token[tile][i];
+          const u8 *const source = cache + (from == NOTHING ? 0 : size_t(from) * 16);
+          codes[i][0] = codes[i][1] = rope[i] = make_uint4(0, 0, 0, 0), scales[i] = make_uint2(0, 0);
+          if (from != NOTHING) {
+            codes[i][0] = load_fresh(reinterpret_cast<const uint4 *>(source + half * 256 + lane % 8 * 16));
+            codes[i][1] = load_fresh(reinterpret_cast<const uint4 *>(source + half * 256 + 128 + lane % 8 * 16));
+            scales[i] = load_fresh(reinterpret_cast<const uint2 *>(source + 512 + half * 8));
+            if (half) rope[i] = load_fresh(reinterpret_cast<const uint4 *>(source + 528 + lane % 8 * 16));
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
           const int r = first + 4 * i;
           u8 *const place = shared + tile * TILE_BYTES + r * 128;
 #pragma unroll
@@ -147,7 +145,7 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
 #pragma unroll
         for (int column = half * 4; column < (half ? 9 : 4); ++column)
 #pragma unroll
-          for (int i = 0; i < EACH; ++i) {
+          for (int i = 0; i < 4; ++i) {
             const u32 from = token[tile][i];
             const u8 *const source = cache + (from == NOTHING ? 0 : size_t(from) * 16) + column * 128 + lane % 8 * 16;
             copy_async((to ^ (i % 2 * 64)) + column * COLUMN_BYTES + i * 512, source, from != NOTHING);
@@ -259,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const u32 at = base + BARRIERS_AT + tile * 32;
-      barrier_init(at, 32 * PRODUCERS), barrier_init(at + 8, 33 * PRODUCERS);
+      barrier_init(at, 128), barrier_init(at + 8, 128 + 4);
       barrier_init(at + 16, 4), barrier_init(at + 24, 4);
     }
     barrier_init(weights_in, 1), barrier_init(sums_in, 1);

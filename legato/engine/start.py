@@ -105,7 +105,8 @@ def load_rank(
         spec,
         device=settings.device,
         dtype=torch.float32 if settings.dtype == "float32" else torch.bfloat16,
-        resident=Residency.DENSE,
+        # Kernels read weights as stored. References would dequantise them at every call: they are given dense ones.
+        resident=Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE,
         progress=progress,
         mesh=mesh,
         drafts=DraftWeights(settings.draft_weights),

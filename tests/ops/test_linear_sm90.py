@@ -5,6 +5,8 @@ The packed layout, the tilings' sizes and the compilation are tested on any mach
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -240,7 +242,8 @@ def test_everything_else_is_handed_on(shape: tuple[int, int, int]) -> None:
     product.check(*product.rows(sm90.MOST_ROWS + 1))
     product.check(*product.rows(6))
     x, residual = product.rows(6)
-    agree = torch.equal if product.weight[0].dim() == 5 else torch.allclose  # the library may go another way about it
+    # The library may go another way about rows that lie otherwise.
+    agree = torch.equal if product.weight[0].dim() == 5 else partial(torch.allclose, rtol=2.0**-6, atol=2.0**-6)
     assert agree(product(x.repeat(1, 2)[:, : x.shape[1]], residual), product(x, residual))
     shifted = torch.empty(6, product.inputs + 1, device="cuda", dtype=torch.bfloat16)[:, 1:]
     shifted.copy_(x)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from legato.bench import trace_run
 from legato.bench.trace import Share, Span, Trace, busy, figures, shares
 from legato.bench.trace_page import page
+from legato.config import Config, ConfigError, ExecutionConfig, ScheduleConfig
+from legato.engine.start import start
+from legato.model.checkpoint import Checkpoint
 
 
 def trace() -> Trace:
@@ -63,3 +69,25 @@ def test_the_page_draws_every_span_and_names_every_kernel():
     assert text.count("<rect") == 12
     assert "one &amp; two" in text and "a&lt;float&gt;" in text and "<script" not in text
     assert "83.3" in text, "a's share of the time"
+
+
+@pytest.mark.full
+def test_a_recording_runs_its_requests_and_writes_its_files(tmp_path, monkeypatch):
+    """On a CPU, with a trace from elsewhere: all but the profile of a GPU."""
+
+    def started(config: Config, checkpoint: Checkpoint) -> object:
+        real = start(config, checkpoint)
+        return replace(real, settings=replace(real.settings, graphs=True))
+
+    monkeypatch.setattr(trace_run, "start", started)
+    monkeypatch.setattr(trace_run.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(Trace, "of", staticmethod(lambda events: trace()))
+    config = Config(execution=ExecutionConfig(device="cpu"), schedule=ScheduleConfig(max_running=2))
+    wanted = trace_run.Wanted(batch=2, context=70, iterations=3, temperature=0.0)
+    found, num_drafts = trace_run.record(config, wanted, tmp_path, "here")
+    assert num_drafts == 5 and found.accept_length >= 1 and found.turn_us > 0
+    assert found.waits == {"cudaStreamSynchronize": 1} and found.allocations == {"cudaMalloc": 1}
+    assert found.fields(wanted, num_drafts)["case"]["batch"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.html", "trace.json.gz"}
+    with pytest.raises(ConfigError, match="--context"):
+        trace_run.record(config, replace(wanted, context=8100), tmp_path, "here")

@@ -97,6 +97,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "SLOTS": slots,
         "CHUNK": chunk,
         "SHARED_CHUNK": shared_chunk,
+        "DYNAMIC_BYTES": fixed + warps * slots * slot,
         "SPAN": min(span, strips),
         "EXPERTS": what.num_experts,
         "X_ROWS": held,
@@ -105,7 +106,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "MOST_FEATURES": MOST_ROWS * (choices + 1),
         "TERMS_SHARED": int(terms <= x_bytes),
     }
-    return Cut(tuple(macros.items()), fixed + warps * slots * slot)
+    return Cut(tuple(macros.items()), macros["DYNAMIC_BYTES"])
 
 
 def _chunks(what: Experts, slice_k: int) -> list[tuple[int, int]]:

@@ -19,10 +19,11 @@
 // depends neither on who computes it nor on what other rows chose.
 //
 // Macros: FORMAT of the routed experts; SHARED: format of the shared one, or NONE (-1); HIDDEN, WIDTH: D and F, multiples
-// of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; SPAN: strips of an item; X_ROWS: rows of a tile, and of x
-// that fit (up to so many rows of the launch stay for the whole first half, more are fetched tile by tile); MOST_PAIRS:
-// rows * choices; MOST_TILES; MOST_FEATURES: rows of a
-// buffer of features; EXPERTS: at least as many as there are; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
+// of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; DYNAMIC_BYTES of shared memory
+// that the launch gives; SPAN: strips of an item; X_ROWS: rows of a tile, and of x that fit (up to so many rows of the
+// launch stay for the whole first half, more are fetched tile by tile); MOST_PAIRS: rows * choices; MOST_TILES;
+// MOST_FEATURES: rows of a buffer of features; EXPERTS: how many there are; TERMS_SHARED: 1 where what a block adds up fits
+// the shared memory of the first half's rows.
 
 #include "sm90_formats.cuh"
 
@@ -47,6 +48,7 @@ constexpr int PARTIAL_BYTES = WARPS * 512;
 constexpr size_t FEATURE_BYTES = size_t(MOST_FEATURES) * WIDTH * 2;
 constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
 static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
+static_assert(WARPS * (RING_BYTES + X_BYTES) + 2 * PARTIAL_BYTES == DYNAMIC_BYTES, "the launch counts as this does");
 static_assert(HIDDEN % 128 == 0 && (WIDTH % 256 == 0 || WIDTH == 128), "K comes in steps and pieces");
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {

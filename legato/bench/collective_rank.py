@@ -20,14 +20,14 @@ from legato.bench.timing import sample_replays
 from legato.config import RankAddress
 from legato.ops import add_rms_norm, all_reduce_add_norm, linear_bf16
 from legato.ops.op import implemented
-from legato.ops.reduce import Recorded, all_gather
+from legato.ops.reduce import Recorded
 from legato.ops.reduce.inbox import InboxShape
 from legato.parallel.distributed import DistributedRank
 from legato.parallel.ipc import IpcRank, connect
 from legato.parallel.meeting import StoreMeeting
 from legato.parallel.mesh import Mesh
 
-WIDTH, VOCABULARY, EPS = 6144, 154880, 1e-5
+WIDTH, EPS = 6144, 1e-5
 ROWS = (1, 6, 16, 64)
 #: Steps of a chain, and pairs of weights that it takes in turn: together past the L2.
 STEPS, PAIRS = 48, 8
@@ -91,7 +91,7 @@ def main(rank: int, ranks: int, port: int) -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         bench = Bench(ipc, library, meet, _pairs(), 1 + 0.3 * torch.randn(WIDTH, device="cuda").bfloat16())
-        for figure in (*_alone(bench), *_in_chain(bench), *_under_skew(bench), *_gathers(bench)):
+        for figure in (*_alone(bench), *_in_chain(bench), *_under_skew(bench)):
             print(json.dumps(figure), flush=True)
     meet(b"")
     if rank == 0:
@@ -186,32 +186,7 @@ def _under_skew(bench: Bench) -> Iterator[dict[str, Any]]:
         yield _figure(f"chain, skew up to {most:g} us", "sm90", rows, added, None, chain_us=base)
 
 
-def _gathers(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Logits of a few rows, of this rank's share of the vocabulary, on every rank."""
-    share = VOCABULARY // bench.ipc.mesh.size
-    for rows in (1, 6):
-        shard = torch.randn(rows, share, device="cuda").bfloat16()
-        want = torch.stack(list(bench.library.gather(shard)))
-        found = all_gather(shard, bench.ipc.inbox)
-        fault = None if torch.equal(want, found) else "the gathered shards differ from NCCL's"
-        out = torch.empty_like(want).flatten(0, 1)
-
-        def by_nccl(out: Tensor = out, shard: Tensor = shard) -> None:
-            distributed.all_gather_into_tensor(out, shard, group=bench.library.group)  # pyright: ignore[reportDeprecated]
-
-        ways = (("sm90", lambda shard=shard: all_gather(shard, bench.ipc.inbox)), ("nccl", by_nccl))
-        for name, gather in ways:
-            times = _per_step(bench, lambda gather=gather: [gather() for _ in range(STEPS)])
-            bench.ipc.check()
-            is_ours = name == "sm90"
-            yield {
-                **_figure("alone", name, rows, times, fault if is_ours else None),
-                "op": "all_gather",
-                "width": share,
-            }
-
-
-def _per_step(bench: Bench, steps: Callable[[], object], samples: int = _SAMPLES) -> list[float]:
+def _per_step(bench: Bench, steps: Callable[[], None], samples: int = _SAMPLES) -> list[float]:
     """Microseconds per step of replays of a graph; all ranks replay equally often."""
     steps()
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from legato.bench.load.prompts import Source
 from legato.bench.load.run import Load
 from legato.bench.pareto import Point, Sweep, bound, measure
 from legato.bench.roofline import Traffic
-from legato.cli.figures import numbers
+from legato.cli.flags import numbers
 from legato.config import ConfigError
 from tests.bench.load.fake_server import FakeServer, Script
 

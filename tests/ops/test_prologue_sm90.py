@@ -82,7 +82,8 @@ class Inputs:
         slots[3::7] = -1
         self.places = Places(cos, sin, slots)
         self.cache, self.keys = latent_cache(draw, cached), index_cache(draw, torch.uint8)
-        self.cache.view(torch.uint8).fill_(255), self.keys.fill_(255)
+        for poisoned in (self.cache, self.keys):
+            poisoned.view(torch.uint8).fill_(255)
 
     def full(self, run, w_uk: Tensor, rows: Tensor | slice = slice(None)) -> tuple[Tensor, ...]:
         """Query, index query, gates, and both caches after a call over some of the rows."""

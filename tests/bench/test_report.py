@@ -98,7 +98,7 @@ def test_a_sweep_measures_each_number_of_users_on_a_running_server(tmp_path: Pat
     assert [point.result.summary.requests for point in points] == [2, 6] and asked == 8
     assert points[1].tokens_per_s > 1.5 * points[0].tokens_per_s
     assert points[0].iteration_s == pytest.approx(0.02, rel=0.5)
-    assert bound(Traffic(None, 1, 1, 1, 1, 1, 1, 1), 1e9, points[0], 10) is None, "K is the server's own secret"
+    assert bound(Traffic(None, 1, 1, 1, 1, 1, 1, 1, 1), 1e9, points[0], 10) is None, "K is the server's own secret"
 
 
 def test_a_server_that_does_not_come_up_is_quoted() -> None:

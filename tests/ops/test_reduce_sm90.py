@@ -188,7 +188,8 @@ def test_gathers_carry_any_bits() -> None:
 def test_a_rank_that_does_not_come_is_named_and_nothing_waits_again() -> None:
     boxes = _inboxes(InboxShape(3, 256, 16), patience_seconds=0.05)
     residual, partials, weight = _draw(6, 256, 3, seed=1)
-    sm90.add_norm_kernel(3, 256).load(), sm90.all_gather_kernel(3).load()  # compiled before anything is timed
+    for kernel in (sm90.add_norm_kernel(3, 256), sm90.all_gather_kernel(3)):
+        kernel.load()  # compiled before anything is timed
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     for rank in (0, 2):

@@ -173,6 +173,12 @@ class PromptRequest(RequestModel):
         for number, message in enumerate(self.messages):
             if not isinstance(message.get("content"), str | list):
                 raise ParameterError(f"messages[{number}].content", "is required: a string or a list of blocks")
+            for place, block in enumerate(message["content"] if isinstance(message["content"], list) else ()):
+                if not isinstance(block, dict):
+                    raise ParameterError(
+                        f"messages[{number}].content[{place}]",
+                        f'must be a block such as {{"type": "text", "text": ...}}, got {block!r:.80}',
+                    )
         if self.messages[-1].get("role") == "assistant":
             raise ParameterError(
                 f"messages[{len(self.messages) - 1}].role",

@@ -284,3 +284,11 @@ def test_a_schema_that_the_engine_refuses_is_told_by_its_field(server: Messages)
         reply = server.http.post("/v1/messages", json={**body, "stream": stream})
         assert reply.status_code == 400
         assert reply.json()["error"]["message"] == "output_config.format.schema: too big"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("block", ["AAA", None, 3, ["a"]])
+def test_a_block_is_an_object(server: Messages, path: str, block: Any) -> None:
+    body = {"model": "glm", "messages": [{"role": "user", "content": [block]}]}
+    reply = server.http.post(path, json={**body, "max_tokens": 5} if path == "/v1/messages" else body)
+    assert reply.status_code == 400 and "messages[0].content[0]" in reply.json()["error"]["message"]

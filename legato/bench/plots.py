@@ -62,11 +62,21 @@ def pareto(lines: Sequence[Line]) -> Figure:
             x, y = ([one[key] for one in bounds] for key in ("user_tokens_per_s", "tokens_per_s_per_device"))
             axis.plot(x, y, "--", color=colour, alpha=0.6, label=f"memory roofline, {name}")
     axis.set(xlabel="tokens/s of one user (median)", ylabel="tokens/s of all users, per device")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
+    if _far_apart(lines):
+        axis.set(xscale="log", yscale="log")
+    else:
+        axis.set_xlim(left=0)
+        axis.set_ylim(bottom=0)
     axis.legend(fontsize=9)
     axis.set_title("Small numbers: users at a time. Up and to the right is better.", fontsize=10, loc="left")
     return figure
+
+
+def _far_apart(lines: Sequence[Line]) -> bool:
+    """Whether the roofline would press the measured points into a corner of linear axes."""
+    key = "tokens_per_s_per_device"
+    bounds = [line["roofline"][key] for line in lines if line.get("roofline")]
+    return bool(bounds) and max(bounds) > 6 * max(line[key] for line in lines)
 
 
 def isl(lines: Sequence[Line]) -> Figure:

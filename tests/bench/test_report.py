@@ -116,6 +116,17 @@ def summary(ttft: float | None = 0.1) -> dict[str, Any]:
     return {**kinds, "requests": 4, "failed": 1, "tokens_per_s": 50.0, "goodput_per_s": None}
 
 
+@pytest.mark.parametrize(("allowed", "scale"), [(120.0, "linear"), (1200.0, "log")])
+def test_points_far_below_their_roofline_are_not_pressed_into_a_corner(allowed: float, scale: str) -> None:
+    pytest.importorskip("matplotlib")
+    from legato.bench import plots
+
+    point = {"case": {"concurrency": 2}, "k": 5, "user_tokens_per_s": 30.0, "tokens_per_s_per_device": 55.0}
+    bound_ = {"user_tokens_per_s": 60.0, "tokens_per_s_per_device": allowed}
+    (axis,) = plots.pareto([{**point, "roofline": bound_}]).axes
+    assert axis.get_xscale() == axis.get_yscale() == scale
+
+
 def test_the_page_shows_every_benchmark_and_names_what_it_leaves_out() -> None:
     pytest.importorskip("matplotlib")
     from legato.bench import report

@@ -20,16 +20,13 @@ import torch
 
 from legato.bench.ops import Figure, measure_one
 from legato.bench.timing import Spread
+from legato.engine.start import TARGETS, missing_packages
 from legato.ops.case import Case
 from legato.ops.catalog import cases
-from legato.ops.op import REFERENCE, TESTED_TARGETS, Implementation, implemented
+from legato.ops.op import REFERENCE, Implementation, implemented
 
 Verdict = Literal["ok", "note", "fault"]
 
-#: Compute capability -> the target whose kernels run there.
-_TARGETS = {(9, 0): "sm90"}
-#: What the kernels need beyond the package itself: module -> what to install.
-_CUDA_MODULES = {"cuda.core": "legato[cuda]", "cuda.bindings.nvrtc": "legato[cuda]"}
 #: NVRTC of other versions is reported to drop writes to distributed shared memory through mixed pointers.
 _NVRTC = (13, 0)
 
@@ -87,13 +84,13 @@ def machine(device: torch.device) -> Iterator[Finding]:
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
     gpu = f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
-    if (major, minor) in _TARGETS:
+    if (major, minor) in TARGETS:
         yield Finding("gpu", "ok", gpu)
     else:
         remedy = "Kernels are tested on sm_90 (H100, H200); here the PyTorch references run: right, but slow."
         yield Finding("gpu", "note", gpu, remedy)
     yield from _compiler()
-    if not _missing():
+    if not missing_packages():
         yield _cache(importlib.import_module("legato.ops.build").STORE.directory)
 
 
@@ -112,10 +109,9 @@ def health(device: torch.device, only: Sequence[str] = ()) -> Iterator[OpHealth]
 
 def target_of(device: torch.device) -> str | None:
     """The target whose kernels run on a device; `None`: the references."""
-    if device.type != "cuda":
+    if device.type != "cuda" or missing_packages():
         return None
-    target = _TARGETS.get(torch.cuda.get_device_capability(device))
-    return target if target in TESTED_TARGETS and not _missing() else None
+    return TARGETS.get(torch.cuda.get_device_capability(device))
 
 
 def _served_by(case: Case, target: str | None) -> Implementation[..., Any]:
@@ -164,21 +160,10 @@ def _no_gpu() -> Finding:
     return Finding("gpu", "note", "none; everything runs on the CPU, in float32", remedy)
 
 
-def _missing() -> list[str]:
-    """Modules that the kernels need and that are not installed."""
-    missing: list[str] = []
-    for module in _CUDA_MODULES:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            missing.append(module)
-    return missing
-
-
 def _compiler() -> Iterator[Finding]:
-    missing = _missing()
+    missing = missing_packages()
     if missing:
-        remedy = f"pip install '{_CUDA_MODULES[missing[0]]}': without it the PyTorch references run, which is slow."
+        remedy = "pip install 'legato[cuda]': without it the PyTorch references run, which is slow."
         yield Finding("kernels", "fault", f"{', '.join(missing)} not installed", remedy)
         return
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")

@@ -6,7 +6,6 @@ The only place that joins model, runtime and scheduler. Called by `legato.llm` a
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,11 +122,22 @@ def targets_of(device: str) -> tuple[str, ...]:
     if target is None:
         LOG.warning("no kernels are made for %s; PyTorch's run instead", torch.cuda.get_device_name(device))
         return ()
-    missing = [name for name in CUDA_EXTRA if importlib.util.find_spec(name) is None]
+    missing = missing_packages()
     if missing:
         LOG.warning("the kernels need %s: pip install 'legato[cuda]'; PyTorch's run instead", ", ".join(missing))
         return ()
     return (target,)
+
+
+def missing_packages() -> list[str]:
+    """What the kernels need and cannot be imported here: a missing parent package counts, and so does a broken one."""
+    missing: list[str] = []
+    for name in CUDA_EXTRA:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    return missing
 
 
 def build_engine(

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from legato.__main__ import app
 from legato.bench import doctor
+from legato.engine import start
 from legato.ops import rms_norm, swiglu
 from legato.ops.op import Implementation
 
@@ -53,7 +54,8 @@ def test_an_op_that_raises_is_wrong_not_a_crash(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_missing_packages_and_folders_come_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(doctor, "_CUDA_MODULES", {"no.such.module": "legato[cuda]"})
+    monkeypatch.setattr(start, "CUDA_EXTRA", ("no.such.module",))
+    assert start.missing_packages() == ["no.such.module"], "a missing parent is a missing package, not a crash"
     (finding,) = doctor._compiler()
     assert finding.verdict == "fault" and "no.such.module" in finding.found and "pip install" in finding.remedy
     blocked = tmp_path / "file"

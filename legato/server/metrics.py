@@ -95,7 +95,7 @@ class Metrics:
         self.prompt_length = Histogram(LENGTH_BOUNDS)
         self.output_length = Histogram(LENGTH_BOUNDS)
         self.request_accept_length = Histogram(ACCEPT_BOUNDS)
-        self.window = Window(HISTORY_SECONDS, num_drafts)
+        self.window = Window(HISTORY_SECONDS)
         self.recent_requests: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
         self.observers: list[Callable[[Timeline], None]] = []
         self._report: Callable[[], Report | None] = lambda: None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class Histogram:
@@ -49,7 +49,6 @@ class Second:
     accepted: int = 0
     drafted: int = 0
     finished: int = 0
-    accepted_at: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,8 @@ class Recent:
 class Window:
     """The last `seconds` seconds, one slot each; the running second is kept apart until it is over."""
 
-    def __init__(self, seconds: int, num_positions: int) -> None:
+    def __init__(self, seconds: int) -> None:
         self.seconds = seconds
-        self.num_positions = num_positions
         self._past: deque[Second] = deque(maxlen=seconds)
         self._now: Second | None = None
 
@@ -76,10 +74,10 @@ class Window:
         start = int(now)
         if self._now is None or start - self._now.start > self.seconds:
             self._past.clear()
-            self._now = self._slot(start)
+            self._now = Second(start)
         while self._now.start < start:
             self._past.append(self._now)
-            self._now = self._slot(self._now.start + 1)
+            self._now = Second(self._now.start + 1)
         return self._now
 
     def past(self, now: float, seconds: int | None = None) -> list[Second]:
@@ -100,6 +98,3 @@ class Window:
             1 + accepted / rounds if rounds else None,
             accepted / drafted if drafted else None,
         )
-
-    def _slot(self, start: int) -> Second:
-        return Second(start, accepted_at=[0] * self.num_positions)

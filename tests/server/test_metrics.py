@@ -239,7 +239,7 @@ def test_histogram_bounds_are_inclusive() -> None:
 
 
 def test_window_forgets_and_fills_gaps() -> None:
-    window = Window(5, num_positions=1)
+    window = Window(5)
     window.at(10.2).tokens += 4
     window.at(10.9).tokens += 4
     assert window.recent(11.0, 5).tokens_per_second == 8, "the running second does not count, the past one does"

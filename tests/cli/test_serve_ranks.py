@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import is_alive
+
 pytestmark = pytest.mark.full
 
 
@@ -74,13 +76,6 @@ class Served:
         words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.family()}
         (found,) = [pid for pid, text in words.items() if "ranks.follow" in text]
         return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture

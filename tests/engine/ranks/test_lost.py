@@ -18,6 +18,7 @@ from legato.config import CacheConfig, Config, ExecutionConfig, ScheduleConfig
 from legato.engine.ranks.watch import RankLost
 from legato.llm import LLM
 from legato.types import SamplingParams
+from tests.processes import is_alive
 
 pytestmark = pytest.mark.full
 PATIENCE_S = 2.0
@@ -34,13 +35,6 @@ def config(ranks: int) -> Config:
 def pid_of(llm: LLM) -> int:
     """Of rank 1's process."""
     return llm._engine.runner._ranks.board.signs(1).pid
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture

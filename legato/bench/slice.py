@@ -1,15 +1,12 @@
 """One rank's share of a model on one device: the iteration's time, without the other ranks.
 
-Owns the state that is timed and the figures. What runs is the engine's own: weights as loading shards them, runner, graphs,
-the loop with one iteration in flight. Exchanges loop back, and what a group would pay for them is modelled and reported apart.
-Called by `legato bench slice`.
+Owns the figure; what is timed is `legato.bench.steady`'s. Exchanges loop back, and what a group would pay for them is modelled
+and reported apart. Called by `legato bench slice`.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,50 +17,17 @@ from torch import Tensor
 from legato.bench.kernels import KernelTime, kernel_times
 from legato.bench.record import floor_us
 from legato.bench.share import Share
-from legato.bench.synthetic import Standing, stand
+from legato.bench.steady import SliceError, Steady, Work, loop, steady
 from legato.bench.timing import Spread
-from legato.config import (
-    MAX_DRAFTS,
-    PAGE_SIZE,
-    CacheConfig,
-    Config,
-    ConfigError,
-    ExecutionConfig,
-    ScheduleConfig,
-    resolve,
-)
 from legato.model.glm import Glm
 from legato.model.weights import MoeWeights
 from legato.ops import Bindings
-from legato.plan import Plan
 from legato.quant.weight import Experts
 from legato.runtime.batch import build_batch
-from legato.runtime.cache import CacheLayout
 from legato.runtime.draw import PlainDraw, choose_greedy
-from legato.runtime.runner import Runner
 
 MODELLED_EXCHANGE_US = 5.0
 """Of one exchange between 8 ranks, until it has been measured; two per layer and pass, and one per pass over the output head."""
-
-
-class SliceError(RuntimeError):
-    """What was timed is not the work that was asked for; the message says in what."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What an iteration is made of: `batch` requests of `context` tokens, `num_drafts` drafts each, timed `iterations` times.
-
-    `distinct_experts` is what the weights were drawn for (`None`: a checkpoint's); `latent` and `ops` are settings of the engine.
-    """
-
-    batch: int
-    context: int
-    num_drafts: int
-    iterations: int
-    distinct_experts: float | None
-    latent: str
-    ops: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +74,19 @@ def measure(share: Share, work: Work, device: torch.device, bound: Bindings) -> 
         ConfigError: the engine refuses a setting, or the caches do not fit.
         SliceError: a request came to an end while it was timed, or hidden states are not finite.
     """
-    runner, standing = _runner(share, work, device)
-    stand(runner, standing)
-    plan = Plan(1, (), (), standing.rows)
-    how = "cpu"
-    if runner.decoder is not None:
-        bucket = runner.decoder.seats.seat(standing.rows)
-        how = "graph" if runner.decoder.has_graph(bucket, "greedy") else "eager"
-    ends, launches, emitted = _loop(runner, plan, work.iterations, device)
+    standing = steady(share, work, device)
+    run, how = loop(standing, work.iterations), standing.how
+    runner, plan = standing.runner, standing.plan
     kernels = kernel_times(lambda: runner.launch(plan).outcome()) if device.type == "cuda" else ()
     exchanges = share.communicator.exchanges
     exchanges.clear()
-    reached = _experts_reached(runner, share, plan)
+    reached = _experts_reached(standing, share)
     return Figure(
-        spread=Spread.of(ends, "graph" if how == "graph" else "stream" if device.type == "cuda" else "cpu"),
-        host_us=statistics.median(launches),
+        spread=Spread.of(run.ends, "graph" if how == "graph" else "stream" if device.type == "cuda" else "cpu"),
+        host_us=statistics.median(run.launches),
         kernels=kernels,
         experts_reached=reached,
-        emitted=emitted / (work.batch * work.iterations),
+        emitted=run.emitted / (work.batch * work.iterations),
         exchanges=exchanges.sums + exchanges.gathers,
         exchanged_bytes=exchanges.num_bytes,
         how=how,
@@ -186,119 +145,6 @@ def simulated(figure: Figure, accept_length: float) -> dict[str, Any]:
     }
 
 
-def _runner(share: Share, work: Work, device: torch.device) -> tuple[Runner, Standing]:
-    """A runner with room for the requests and for every iteration that is to come, and its graph where there is a GPU."""
-    standing = Standing(work.batch, work.context, headroom=(work.iterations + _OTHERS) * (work.num_drafts + 1))
-    context = standing.pages_each * PAGE_SIZE - MAX_DRAFTS
-    config = Config(
-        num_drafts=work.num_drafts,
-        cache=CacheConfig(tokens=(standing.num_pages - 1) * PAGE_SIZE, latent=work.latent),  # type: ignore[arg-type]
-        schedule=ScheduleConfig(max_running=work.batch, context=context),
-        execution=ExecutionConfig(device=str(device), ops=work.ops),
-    )
-    settings = resolve(
-        config,
-        max_position=max(share.spec.max_position, context),
-        has_mtp=share.spec.has_mtp,
-        cuda_available=torch.cuda.is_available(),
-    )
-    layout = CacheLayout(share.spec, settings.latent, settings.index)
-    num_latents = _latents_that_fit(layout, settings.num_pages, device)
-    caches = layout.allocate_in_turn(settings.num_pages, settings.device, num_latents)
-    runner = Runner(share.spec, share.weights, settings, share.communicator, caches)
-    decoder = runner.decoder
-    if decoder is not None and settings.graphs:
-        with torch.inference_mode():
-            decoder.capture(decoder.key(decoder.buckets[-1], "greedy"))
-    return runner, standing
-
-
-def _latents_that_fit(layout: CacheLayout, num_pages: int, device: torch.device) -> int:
-    """How many layers can have a latent cache of their own; the others use these in turn.
-
-    Raises:
-        ConfigError: so few fit that the L2 cache would hold what a layer left there, which no real iteration finds.
-    """
-    if device.type != "cuda":
-        return layout.num_layers
-    index_bytes = (
-        _page_bytes(layout.index_page()) * num_pages * (layout.num_layers - layout.spec.indexer_kinds.count("shared"))
-    )
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + unused - _RESERVE_BYTES - index_bytes
-    fitting = free // (_page_bytes(layout.latent_page()) * num_pages)
-    if fitting < min(_FEWEST_LATENTS, layout.num_layers):
-        raise ConfigError(
-            f"--context and --batch: caches of {num_pages * PAGE_SIZE:,} tokens do not fit beside the weights"
-        )
-    return min(fitting, layout.num_layers)
-
-
-def _page_bytes(page: tuple[tuple[int, ...], torch.dtype]) -> int:
-    shape, dtype = page
-    return math.prod(shape) * dtype.itemsize
-
-
-_RESERVE_BYTES = 12 << 30
-"""Left free for packed weights, graphs and scores."""
-_FEWEST_LATENTS = 8
-"""Between two uses of a latent cache lie the weights of so many layers, more than the L2 cache holds."""
-_OTHERS = 8
-"""Iterations besides those that are timed: warm-up, the profiler's, and the one that counts experts."""
-
-
-def _loop(runner: Runner, plan: Plan, iterations: int, device: torch.device) -> tuple[list[float], list[float], int]:
-    """Microseconds between the ends of iterations, of host time to launch one, and tokens emitted in all.
-
-    One iteration is in flight while the next is launched, as in the engine. Two go before, untimed.
-    """
-    clock = _Clock(device)
-    launches: list[float] = []
-    emitted, before = 0, None
-    for iteration in range(iterations + 2):
-        began = time.perf_counter()
-        flight = runner.launch(plan)
-        launches.append(1e6 * (time.perf_counter() - began))
-        clock.mark()
-        if before is not None:
-            emitted += _emitted(before.outcome().emissions, iteration >= 2)
-        before = flight
-    assert before is not None
-    emitted += _emitted(before.outcome().emissions, True)
-    return clock.intervals()[1:], launches[2:], emitted
-
-
-def _emitted(emissions: Any, counts: Any) -> int:
-    for emission in emissions:
-        if emission.done:
-            raise SliceError(f"row {emission.row} came to an end while it was timed")
-    return sum(len(emission.tokens) for emission in emissions) if counts else 0
-
-
-class _Clock:
-    """Marks behind launched work: events on a GPU, the time of day elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-
-    def mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            self._times.append(time.perf_counter())
-
-    def intervals(self) -> list[float]:
-        """Microseconds between marks that follow one another."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            return [1e3 * a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
-        return [1e6 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
-
-
 class _Counting:
     """Experts that note how many of them were chosen in each call."""
 
@@ -314,9 +160,10 @@ class _Counting:
 
 
 @torch.inference_mode()
-def _experts_reached(runner: Runner, share: Share, plan: Plan) -> float:
+def _experts_reached(standing: Steady, share: Share) -> float:
     """Runs one iteration kernel by kernel; the mean number of experts over the sparse layers (0 where there is none)."""
     counts: list[int] = []
+    runner = standing.runner
     layers = tuple(
         replace(layer, mlp=replace(layer.mlp, experts=_Counting(layer.mlp.experts, counts)))
         if isinstance(layer.mlp, MoeWeights)
@@ -326,7 +173,7 @@ def _experts_reached(runner: Runner, share: Share, plan: Plan) -> float:
     counted = replace(
         runner.iteration, target=Glm(share.spec, replace(share.weights, layers=layers), share.communicator)
     )
-    batch = build_batch(plan, runner.rows, share.spec, runner.settings.num_drafts)
+    batch = build_batch(standing.plan, runner.rows, share.spec, runner.settings.num_drafts)
     hidden, _ = counted.run(batch.within(runner.settings.score_bytes), runner.rows, PlainDraw(choose_greedy))
     if not bool(hidden.isfinite().all()):
         raise SliceError("hidden states are not finite: selection and routing were not those of numbers")

@@ -1,7 +1,7 @@
 """Requests in the middle of their answers without a prompt having run: lengths, pages and cache contents are written directly.
 
 Owns what such a state holds: latents and index keys of unit variance under random tokens. Must not be used to generate. Called by
-`legato.bench.slice`.
+`legato.bench.steady`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def bench_slice(
 
     Exchanges between ranks are counted, modelled and printed apart. Without a checkpoint it is GLM-5.2 with drawn weights.
     """
-    from legato.bench.slice import Work
+    from legato.bench.steady import Work
     from legato.cli.flags import numbers, overrides
     from legato.cli.slice import Asked, works
     from legato.cli.slice import bench_slice as run

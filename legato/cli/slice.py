@@ -18,7 +18,8 @@ from legato.bench.kernels import KernelTime
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.share import Share, drawn, first_layers, loaded, routed
-from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, SliceError, Work, fields, measure, simulated
+from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, fields, measure, simulated
+from legato.bench.steady import SliceError, Work
 from legato.cli.bench import device_named
 from legato.config import MAX_DRAFTS, ConfigError
 from legato.engine.start import open_checkpoint, targets_of

@@ -14,7 +14,8 @@ from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.roofline import traffic, traffic_of
 from legato.bench.share import drawn, first_layers, routed
-from legato.bench.slice import SliceError, Work, fields, measure, simulated
+from legato.bench.slice import fields, measure, simulated
+from legato.bench.steady import SliceError, Work
 from legato.bench.trace import Span
 from legato.cli.slice import Asked, bench_slice
 from legato.config import ConfigError

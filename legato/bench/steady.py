@@ -1,0 +1,198 @@
+"""The steady state without a prompt having run: a runner whose requests stand in the middle of their answers, and its loop.
+
+Owns what is run and when it ended. What runs is the engine's own: weights as loading shards them, runner, graphs, one iteration
+in flight. Knows no figure. Called by `legato.bench.slice`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from legato.bench.share import Share
+from legato.bench.synthetic import Standing, stand
+from legato.config import (
+    MAX_DRAFTS,
+    PAGE_SIZE,
+    CacheConfig,
+    Config,
+    ConfigError,
+    ExecutionConfig,
+    ScheduleConfig,
+    resolve,
+)
+from legato.plan import Plan
+from legato.runtime.cache import CacheLayout
+from legato.runtime.runner import Flight, Runner
+
+OTHERS = 8
+"""Iterations besides those that are timed: warm-up, the profiler's, and the one that counts experts."""
+_RESERVE_BYTES = 12 << 30
+"""Left free for packed weights, graphs and scores."""
+_FEWEST_LATENTS = 8
+"""Between two uses of a latent cache lie the weights of so many layers, more than the L2 cache holds."""
+
+
+class SliceError(RuntimeError):
+    """What was timed is not the work that was asked for; the message says in what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an iteration is made of: `batch` requests of `context` tokens, `num_drafts` drafts each, timed `iterations` times.
+
+    `distinct_experts` is what the weights were drawn for (`None`: a checkpoint's); `latent` and `ops` are settings of the engine.
+    """
+
+    batch: int
+    context: int
+    num_drafts: int
+    iterations: int
+    distinct_experts: float | None
+    latent: str
+    ops: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """A runner with its requests standing, and the plan under which all of them decode."""
+
+    runner: Runner
+    plan: Plan
+
+    @property
+    def how(self) -> str:
+        """ "graph", "eager" or "cpu"."""
+        decoder = self.runner.decoder
+        if decoder is None:
+            return "cpu"
+        bucket = decoder.seats.seat(self.plan.decodes)
+        return "graph" if decoder.has_graph(bucket, "greedy") else "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Of some iterations: microseconds between their ends, of host time to launch each, and tokens emitted in all."""
+
+    ends: list[float]
+    launches: list[float]
+    emitted: int
+
+
+def steady(share: Share, work: Work, device: torch.device, extra_iterations: int = 0) -> Steady:
+    """A runner with room for the requests and for every iteration that is to come (`extra_iterations` besides those of `work`),
+    its graph where there is a GPU, and the requests in it.
+
+    Raises:
+        ConfigError: the engine refuses a setting, or the caches do not fit.
+    """
+    iterations = work.iterations + OTHERS + extra_iterations
+    standing = Standing(work.batch, work.context, headroom=iterations * (work.num_drafts + 1))
+    context = standing.pages_each * PAGE_SIZE - MAX_DRAFTS
+    config = Config(
+        num_drafts=work.num_drafts,
+        cache=CacheConfig(tokens=(standing.num_pages - 1) * PAGE_SIZE, latent=work.latent),  # type: ignore[arg-type]
+        schedule=ScheduleConfig(max_running=work.batch, context=context),
+        execution=ExecutionConfig(device=str(device), ops=work.ops),
+    )
+    settings = resolve(
+        config,
+        max_position=max(share.spec.max_position, context),
+        has_mtp=share.spec.has_mtp,
+        cuda_available=torch.cuda.is_available(),
+    )
+    layout = CacheLayout(share.spec, settings.latent, settings.index)
+    num_latents = _latents_that_fit(layout, settings.num_pages, device)
+    caches = layout.allocate_in_turn(settings.num_pages, settings.device, num_latents)
+    runner = Runner(share.spec, share.weights, settings, share.communicator, caches)
+    decoder = runner.decoder
+    if decoder is not None and settings.graphs:
+        with torch.inference_mode():
+            decoder.capture(decoder.key(decoder.buckets[-1], "greedy"))
+    stand(runner, standing)
+    return Steady(runner, Plan(1, (), (), standing.rows))
+
+
+def loop(steady: Steady, iterations: int, in_flight: int = 1) -> Run:
+    """Runs iterations, so many of them in flight while the next is launched: one in the engine, none where overlap is off. Two
+    go before, untimed.
+
+    Raises:
+        SliceError: a request came to an end while it was timed.
+    """
+    runner, plan = steady.runner, steady.plan
+    clock = _Clock(runner.rows.tokens.device)
+    launches: list[float] = []
+    flights: list[Flight] = []
+    emitted: list[int] = []
+    for _ in range(iterations + 2):
+        began = time.perf_counter()
+        flights.append(runner.launch(plan))
+        launches.append(1e6 * (time.perf_counter() - began))
+        clock.mark()
+        while len(flights) > in_flight:
+            emitted.append(_emitted(flights.pop(0)))
+    emitted += map(_emitted, flights)
+    return Run(clock.intervals()[1:], launches[2:], sum(emitted[2:]))
+
+
+def _emitted(flight: Flight) -> int:
+    emissions = flight.outcome().emissions
+    for emission in emissions:
+        if emission.done:
+            raise SliceError(f"row {emission.row} came to an end while it was timed")
+    return sum(len(emission.tokens) for emission in emissions)
+
+
+def _latents_that_fit(layout: CacheLayout, num_pages: int, device: torch.device) -> int:
+    """How many layers can have a latent cache of their own; the others use these in turn.
+
+    Raises:
+        ConfigError: so few fit that the L2 cache would hold what a layer left there, which no real iteration finds.
+    """
+    if device.type != "cuda":
+        return layout.num_layers
+    index_bytes = (
+        _page_bytes(layout.index_page()) * num_pages * (layout.num_layers - layout.spec.indexer_kinds.count("shared"))
+    )
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused - _RESERVE_BYTES - index_bytes
+    fitting = free // (_page_bytes(layout.latent_page()) * num_pages)
+    if fitting < min(_FEWEST_LATENTS, layout.num_layers):
+        raise ConfigError(
+            f"--context and --batch: caches of {num_pages * PAGE_SIZE:,} tokens do not fit beside the weights"
+        )
+    return min(fitting, layout.num_layers)
+
+
+def _page_bytes(page: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = page
+    return math.prod(shape) * dtype.itemsize
+
+
+class _Clock:
+    """Marks behind launched work: events on a GPU, the time of day elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Microseconds between marks that follow one another."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return [1e3 * a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
+        return [1e6 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)]

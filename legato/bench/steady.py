@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -124,20 +124,33 @@ def loop(steady: Steady, iterations: int, in_flight: int = 1) -> Run:
     Raises:
         SliceError: a request came to an end while it was timed.
     """
-    runner, plan = steady.runner, steady.plan
-    clock = _Clock(runner.rows.tokens.device)
+    clock = _Clock(steady.runner.rows.tokens.device)
     launches: list[float] = []
-    flights: list[Flight] = []
     emitted: list[int] = []
-    for _ in range(iterations + 2):
+    began = time.perf_counter()
+    for tokens in turns(steady, iterations + 2, in_flight):
+        if tokens is None:  # launched
+            launches.append(1e6 * (time.perf_counter() - began))
+            clock.mark()
+        else:
+            emitted.append(tokens)
         began = time.perf_counter()
-        flights.append(runner.launch(plan))
-        launches.append(1e6 * (time.perf_counter() - began))
-        clock.mark()
-        while len(flights) > in_flight:
-            emitted.append(_emitted(flights.pop(0)))
-    emitted += map(_emitted, flights)
     return Run(clock.intervals()[1:], launches[2:], sum(emitted[2:]))
+
+
+def turns(steady: Steady, iterations: int, in_flight: int = 1) -> Iterator[int | None]:
+    """The loop itself: yields `None` after each launch, and the number of tokens emitted after each settled iteration.
+
+    Raises:
+        SliceError: a request came to an end.
+    """
+    flights: list[Flight] = []
+    for _ in range(iterations):
+        flights.append(steady.runner.launch(steady.plan))
+        yield None
+        while len(flights) > in_flight:
+            yield _emitted(flights.pop(0))
+    yield from map(_emitted, flights)
 
 
 def _emitted(flight: Flight) -> int:

@@ -86,14 +86,18 @@ class Trace:
         """Copies and fills on the device, by kind."""
         return Counter(span.name for span in self.device if span.is_copy)
 
-    def iterations(self) -> list[tuple[Span, ...]]:
-        """What each graph launch ran, in order of launch."""
+    def iterations(self, graphs: int = 1) -> list[tuple[Span, ...]]:
+        """What each iteration of so many graph launches ran, in order of launch."""
         launches = {span.launch for span in self.host if span.name.startswith(_GRAPH_LAUNCHES)}
         ran: defaultdict[int, list[Span]] = defaultdict(list)
         for span in self.device:
             if span.launch in launches:
                 ran[span.launch].append(span)
-        return [tuple(spans) for spans in sorted(ran.values(), key=lambda spans: spans[0].start)]
+        in_order = sorted(ran.values(), key=lambda spans: spans[0].start)
+        return [
+            tuple(itertools.chain.from_iterable(in_order[first : first + graphs]))
+            for first in range(0, len(in_order) - graphs + 1, graphs)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +122,13 @@ class Figures:
     busy_percent: float
 
 
-def figures(trace: Trace) -> Figures:
-    """Figures of a trace that holds at least two graph launches. Raises `ValueError` for another."""
-    iterations = trace.iterations()
+def figures(trace: Trace, graphs: int = 1) -> Figures:
+    """Figures of a trace that holds at least two iterations of so many graph launches. Raises `ValueError` for another."""
+    iterations = trace.iterations(graphs)
     if len(iterations) < 2:
-        raise ValueError(f"the trace holds {len(iterations)} graph launches; at least 2 are needed")
+        raise ValueError(
+            f"the trace holds {len(iterations)} iterations of {graphs} graph launches; at least 2 are needed"
+        )
     starts = [spans[0].start for spans in iterations]
     stops = [max(span.stop for span in spans) for spans in iterations]
     gaps = [(start - stop) / 1e3 for start, stop in zip(starts[1:], stops[:-1], strict=True)]

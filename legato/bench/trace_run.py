@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from legato.bench.trace import Figures, Share, Trace, figures, shares
-from legato.bench.trace_page import page
+from legato.bench.trace_page import View, page
 from legato.config import Config, ConfigError
 from legato.engine.loop import Engine
 from legato.engine.start import open_checkpoint, start
@@ -129,7 +129,7 @@ def record(config: Config, wanted: Wanted, folder: Path, conditions: str) -> tup
     )
     middle = iterations[len(iterations) // 2]
     title = f"{started.checkpoint.label}: {wanted.batch} requests at {wanted.context} tokens, K = {settings.num_drafts}"
-    text = page(title, conditions, found.figures, middle, found.shares)
+    text = page(title, conditions, [View("", found.figures, middle, found.shares)])
     (folder / "trace.html").write_text(text, encoding="utf-8")
     return found, settings.num_drafts
 

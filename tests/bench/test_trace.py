@@ -8,7 +8,7 @@ import pytest
 
 from legato.bench import trace_run
 from legato.bench.trace import Share, Span, Trace, busy, figures, shares
-from legato.bench.trace_page import page
+from legato.bench.trace_page import View, page
 from legato.config import Config, ConfigError, ExecutionConfig, ScheduleConfig
 from legato.engine.start import start
 from legato.model.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ def test_shares_add_up_to_the_busy_time():
 
 
 def test_a_trace_without_graphs_is_refused():
-    with pytest.raises(ValueError, match="0 graph launches"):
+    with pytest.raises(ValueError, match="0 iterations of 1 graph launches"):
         figures(Trace((), ()))
 
 
@@ -64,7 +64,7 @@ def test_the_page_draws_every_span_and_names_every_kernel():
     recorded = Trace(
         (*spans, Span("c", 70_000, 80_000, 2)), (Span("cudaGraphLaunch", 0, 1, 1), Span("cudaGraphLaunch", 1, 2, 2))
     )
-    text = page("one & two", "here", figures(recorded), spans, shares([spans]))
+    text = page("one & two", "here", [View("", figures(recorded), spans, shares([spans]))])
     # The long span runs over 10 stripes of 5 us each (of 12), the short one over the other two.
     assert text.count("<rect") == 12
     assert "one &amp; two" in text and "a&lt;float&gt;" in text and "<script" not in text

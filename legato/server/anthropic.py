@@ -7,7 +7,6 @@ Owns the wire format of both; one builder makes the blocks of both, so they agre
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired
 
@@ -16,10 +15,11 @@ from typing_extensions import TypedDict
 
 from legato.server.answer import ContentText, Event, ReasoningText, ToolCallArguments, ToolCallEnd, ToolCallStart
 from legato.server.anthropic_request import MessagesRequest, PromptRequest, messages_job, rendered
-from legato.server.errors import ApiError, Documented, anthropic_reply_of, api_error
+from legato.server.errors import ApiError, Documented, anthropic_reply_of
 from legato.server.generation import ChoiceStep, Ending, Generation, Job, new_id
 from legato.server.service import Service
 from legato.server.sse import DOCUMENTED, EventStream, json_bytes, named_event, unless_disconnected
+from legato.server.streaming import streamed
 from legato.server.validation import JsonRoute
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -93,7 +93,8 @@ def router(service: Service) -> APIRouter:
         size = len(await http.body()) if not request.tools and request.response_format() is None else 1 << 30
         job = await service.beside(lambda: messages_job(service, request, id), size)
         if request.stream:
-            events = _stream(service, request, job, getattr(http.state, "request_id", None))
+            form = _Events(request, job, getattr(http.state, "request_id", None))
+            events = streamed(service.generations, [job], form, request.own_names())
             return EventStream(events, service.settings.replies.keepalive_s)
         reply = await unless_disconnected(http, _whole(service, request, job))
         return Response(json_bytes(reply), media_type="application/json")
@@ -210,31 +211,33 @@ async def _whole(service: Service, request: MessagesRequest, job: Job) -> Messag
     }
 
 
-async def _stream(
-    service: Service, request: MessagesRequest, job: Job, request_id: str | None
-) -> AsyncGenerator[bytes]:
-    """The reply in events. A fault before the first one is raised, a later one is told as an event."""
-    blocks, has_begun = Blocks(), False
-    try:
-        with request.own_names():
-            async with service.generations.open(job) as generation:
-                async for step in generation:
-                    if step.is_empty:
-                        yield b""
-                        continue
-                    if not has_begun:
-                        has_begun = True
-                        start = {"message": _message(request, job, generation)}
-                        yield _event("message_start", start) + _event("ping", {})
-                    told = [said for event in step.events for said in blocks.take(event)]
-                    if step.finish_reason is not None:
-                        told += blocks.end() + _last_words(step, generation, request)
-                    if told:
-                        yield b"".join(_event(name, body) for name, body in told)
-    except Exception as error:
-        if not has_begun:
-            raise
-        yield named_event("error", json_bytes(anthropic_reply_of(api_error(error), request_id)))
+class _Events:
+    """The reply in events."""
+
+    def __init__(self, request: MessagesRequest, job: Job, request_id: str | None) -> None:
+        self._request, self._job, self._request_id = request, job, request_id
+        self._blocks, self._has_begun = Blocks(), False
+
+    def said(self, step: ChoiceStep, generation: Generation) -> bytes:
+        """What a step adds."""
+        if step.is_empty:
+            return b""
+        told: list[tuple[str, dict[str, Any]]] = []
+        if not self._has_begun:
+            self._has_begun = True
+            told += [("message_start", {"message": _message(self._request, self._job, generation)}), ("ping", {})]
+        told += [said for event in step.events for said in self._blocks.take(event)]
+        if step.finish_reason is not None:
+            told += self._blocks.end() + _last_words(step, generation, self._request)
+        return b"".join(_event(name, body) for name, body in told)
+
+    def end(self, generation: Generation) -> bytes:
+        """Nothing: the last step has said it."""
+        return b""
+
+    def fault(self, error: ApiError) -> bytes:
+        """`error`."""
+        return named_event("error", json_bytes(anthropic_reply_of(error, self._request_id)))
 
 
 def _last_words(step: ChoiceStep, generation: Generation, request: MessagesRequest) -> list[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -17,14 +17,15 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from legato.server.constraint import constrained
-from legato.server.errors import Documented, api_error, reply_of
-from legato.server.generation import Answered, Generation, Job, new_id
+from legato.server.errors import ApiError, Documented, reply_of
+from legato.server.generation import Answered, ChoiceStep, Generation, Job, new_id
 from legato.server.logprob_text import finite, token_text
 from legato.server.openai_completions import MAX_PROMPTS, Ids, Prompts, Texts
 from legato.server.plain_text import PlainText
 from legato.server.sampling_fields import LogitBias, SamplingFields, StopIds
 from legato.server.service import Service
 from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
+from legato.server.streaming import streamed
 from legato.server.validation import JsonRoute, OnlyFalse, OnlyTrue, RequestModel, known_fields, respelled
 from legato.types import MAX_LOGPROBS, ParameterError, TokenLogprob
 
@@ -149,7 +150,8 @@ def router(service: Service) -> APIRouter:
         with respelled(_SPELLING):
             wanted = await service.beside(lambda: _prepare(service, request), size)
         if request.stream:
-            return EventStream(_stream(service, wanted), service.settings.replies.keepalive_s)
+            events = streamed(service.generations, wanted.jobs, _Cumulative(service, wanted), respelled(_SPELLING))
+            return EventStream(events, service.settings.replies.keepalive_s)
         with respelled(_SPELLING):
             answers, generation = await unless_disconnected(http, service.generations.complete(*wanted.jobs))
         replies = [_generated(service, wanted, answer, generation) for answer in answers]
@@ -221,30 +223,32 @@ def _job(
     )
 
 
-async def _stream(service: Service, wanted: _Wanted) -> AsyncGenerator[bytes]:
+class _Cumulative:
     """Every event holds all of its answer so far."""
-    has_begun = False
-    try:
-        with respelled(_SPELLING):
-            async with service.generations.open(*wanted.jobs) as generation:
-                answers = [Answered(index) for index in range(generation.num_choices)]
-                async for step in generation:
-                    if step.is_empty:
-                        yield b""
-                    answer = answers[step.index]
-                    answer.add(step)
-                    if step.events or step.finish_reason is not None:
-                        answer.message = generation.message(step.index)
-                        reply = _generated(service, wanted, answer, generation)
-                        if step.finish_reason is None:
-                            reply["meta_info"]["finish_reason"] = None
-                        has_begun = True
-                        yield event(json_bytes(reply))
-    except Exception as error:
-        if not has_begun:
-            raise
-        yield event(json_bytes(reply_of(api_error(error))))
-    yield DONE
+
+    def __init__(self, service: Service, wanted: _Wanted) -> None:
+        self._service, self._wanted = service, wanted
+        self._answers: dict[int, Answered] = {}
+
+    def said(self, step: ChoiceStep, generation: Generation) -> bytes:
+        """The answer with the step in it."""
+        answer = self._answers.setdefault(step.index, Answered(step.index))
+        answer.add(step)
+        if not step.events and step.finish_reason is None:
+            return b""
+        answer.message = generation.message(step.index)
+        reply = _generated(self._service, self._wanted, answer, generation)
+        if step.finish_reason is None:
+            reply["meta_info"]["finish_reason"] = None
+        return event(json_bytes(reply))
+
+    def end(self, generation: Generation) -> bytes:
+        """The mark of the end."""
+        return DONE
+
+    def fault(self, error: ApiError) -> bytes:
+        """An error in place of an answer, and the mark of the end."""
+        return event(json_bytes(reply_of(error))) + DONE
 
 
 def _generated(service: Service, wanted: _Wanted, answer: Answered, generation: Generation) -> Generated:

@@ -7,7 +7,7 @@ Owns the wire format of both; what is said in them comes from one reader, so the
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -21,7 +21,7 @@ from legato.server.answer import (
     ToolCallStart,
 )
 from legato.server.chat_request import ChatJob, ChatRequest, chat_job
-from legato.server.errors import Documented, api_error, reply_of
+from legato.server.errors import ApiError, Documented, reply_of
 from legato.server.generation import Answered, ChoiceStep, Generation, new_id
 from legato.server.logprob_text import LOGPROB_SIZE, chat_logprobs
 from legato.server.openai_schema import (
@@ -34,6 +34,7 @@ from legato.server.openai_schema import (
 from legato.server.service import Service
 from legato.server.settings import ReasoningFields
 from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
+from legato.server.streaming import streamed
 from legato.server.validation import JsonRoute
 from legato.types import TokenLogprob
 
@@ -56,7 +57,8 @@ def router(service: Service) -> APIRouter:
         with request.own_names():
             made = await service.beside(lambda: chat_job(service, request, id), size)
         if request.stream:
-            events = _stream(service, request, made, model)
+            chunks = _Chunks(service, request, made, model)
+            events = streamed(service.generations, [made.job], chunks, request.own_names())
             return EventStream(events, service.settings.replies.keepalive_s)
         with request.own_names():
             answers, generation = await unless_disconnected(http, service.generations.complete(made.job))
@@ -125,27 +127,6 @@ def message_reply(message: AnswerMessage, fields: ReasoningFields) -> ChatMessag
     return reply
 
 
-async def _stream(service: Service, request: ChatRequest, made: ChatJob, model: str) -> AsyncGenerator[bytes]:
-    """The reply in chunks. A fault before the first one is raised, a later one is told as an event."""
-    chunks = _Chunks(service, request, made, model)
-    has_begun = False
-    try:
-        with request.own_names():
-            async with service.generations.open(made.job) as generation:
-                async for step in generation:
-                    data = chunks.of(step, generation)
-                    if data or step.is_empty:
-                        has_begun = has_begun or bool(data)
-                        yield data
-                if request.wants_usage:
-                    yield chunks.usage(generation)
-    except Exception as error:
-        if not has_begun:
-            raise
-        yield event(json_bytes(reply_of(api_error(error))))
-    yield DONE
-
-
 class _Chunks:
     """Writes the chunks of one reply. What does not change is made into bytes once."""
 
@@ -166,7 +147,7 @@ class _Chunks:
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         self._ids: dict[int, list[int]] = {}
 
-    def of(self, step: ChoiceStep, generation: Generation) -> bytes:
+    def said(self, step: ChoiceStep, generation: Generation) -> bytes:
         """The chunks of one step; empty where nothing can be shown yet."""
         index, deltas = step.index, [delta for each in step.events if (delta := self._delta(each))]
         if step.logprobs is not None and self._num_top is not None:
@@ -185,9 +166,15 @@ class _Chunks:
             parts.append(self._chunk(index, b"{}", self._last_tail(step, generation)))
         return b"".join(parts)
 
-    def usage(self, generation: Generation) -> bytes:
-        """The chunk without choices."""
-        return self._head + b"]" + b',"usage":' + json_bytes(usage_reply(generation.usage)) + b"}\n\n"
+    def end(self, generation: Generation) -> bytes:
+        """A chunk without choices where usage is wanted, and the mark of the end."""
+        if not self._wants_usage:
+            return DONE
+        return b'%b],"usage":%b}\n\n%b' % (self._head, json_bytes(usage_reply(generation.usage)), DONE)
+
+    def fault(self, error: ApiError) -> bytes:
+        """An error in place of a chunk, and the mark of the end."""
+        return event(json_bytes(reply_of(error))) + DONE
 
     def _chunk(self, index: int, delta: bytes, tail: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b%b' % (self._head, index, delta, tail)

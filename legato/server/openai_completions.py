@@ -6,7 +6,7 @@ Owns the request's fields and both wire forms. Knows nothing of the engine beyon
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, cast
 
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from legato.server.answer import ContentText
 from legato.server.constraint import constrained
-from legato.server.errors import Documented, api_error, reply_of
+from legato.server.errors import ApiError, Documented, reply_of
 from legato.server.generation import Answered, ChoiceStep, Generation, Job, new_id
 from legato.server.logprob_text import LOGPROB_SIZE, CompletionArrays
 from legato.server.openai_schema import (
@@ -29,6 +29,7 @@ from legato.server.plain_text import PlainText
 from legato.server.sampling_fields import NotSupported, SamplingFields, TokenId
 from legato.server.service import Service
 from legato.server.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
+from legato.server.streaming import streamed
 from legato.server.validation import JsonRoute
 from legato.types import MAX_LOGPROBS, ParameterError, SamplingParams, TokenLogprob
 
@@ -96,7 +97,9 @@ def router(service: Service) -> APIRouter:
         with request.own_names():
             made = await service.beside(lambda: _prepare(service, request, id), size)
         if request.stream:
-            return EventStream(_stream(service, request, made, model), service.settings.replies.keepalive_s)
+            chunks = _Chunks(service, request, made, model)
+            events = streamed(service.generations, made.jobs, chunks, request.own_names())
+            return EventStream(events, service.settings.replies.keepalive_s)
         with request.own_names():
             answers, generation = await unless_disconnected(http, service.generations.complete(*made.jobs))
         size = generation.usage.total_tokens * LOGPROB_SIZE if made.num_top is not None else 0
@@ -215,27 +218,6 @@ def _whole(
     return reply
 
 
-async def _stream(service: Service, request: CompletionRequest, made: Prepared, model: str) -> AsyncGenerator[bytes]:
-    """The reply in chunks. A fault before the first one is raised, a later one is told as an event."""
-    chunks = _Chunks(service, request, made, model)
-    has_begun = False
-    try:
-        with request.own_names():
-            async with service.generations.open(*made.jobs) as generation:
-                async for step in generation:
-                    data = chunks.of(step, generation)
-                    if data or step.is_empty:
-                        has_begun = has_begun or bool(data)
-                        yield data
-                if request.wants_usage:
-                    yield chunks.usage(generation)
-    except Exception as error:
-        if not has_begun:
-            raise
-        yield event(json_bytes(reply_of(api_error(error))))
-    yield DONE
-
-
 @dataclass(slots=True)
 class _Waiting:
     """What a choice has that its next chunk will carry: text may be held back, and the rest waits for it.
@@ -266,7 +248,7 @@ class _Chunks:
         )
         self._waiting: dict[int, _Waiting] = {}
 
-    def of(self, step: ChoiceStep, generation: Generation) -> bytes:
+    def said(self, step: ChoiceStep, generation: Generation) -> bytes:
         """The chunk of one step; empty where nothing can be shown yet."""
         made = self._made
         waiting = self._waiting.get(step.index)
@@ -285,9 +267,15 @@ class _Chunks:
             return b""
         return self._chunk(step, waiting, generation)
 
-    def usage(self, generation: Generation) -> bytes:
-        """The chunk without choices."""
-        return self._head + b"]" + self._usage_field(generation, is_last=True) + b"}\n\n"
+    def end(self, generation: Generation) -> bytes:
+        """A chunk without choices where usage is wanted, and the mark of the end."""
+        if not self._wants_usage:
+            return DONE
+        return self._head + b"]" + self._usage_field(generation, is_last=True) + b"}\n\n" + DONE
+
+    def fault(self, error: ApiError) -> bytes:
+        """An error in place of a chunk, and the mark of the end."""
+        return event(json_bytes(reply_of(error))) + DONE
 
     def _begin(self, index: int, waiting: _Waiting, generation: Generation) -> None:
         waiting.has_begun = True

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from legato.server.answer import Event
-from legato.server.errors import ApiError, Documented, api_error
+from legato.server.errors import ApiError, Documented
 from legato.server.generation import ChoiceStep, Ending, Generation
 from legato.server.logprob_text import chat_logprobs
 from legato.server.responses_items import Items, ReasoningForm, Told
@@ -31,6 +31,7 @@ from legato.server.responses_schema import (
 )
 from legato.server.service import Service
 from legato.server.sse import DOCUMENTED, EventStream, json_bytes, named_event, unless_disconnected
+from legato.server.streaming import streamed
 from legato.server.text import Tokenizer
 from legato.server.validation import JsonRoute
 from legato.types import FinishReason, TokenLogprob
@@ -64,7 +65,8 @@ def router(service: Service) -> APIRouter:
         made = await service.beside(lambda: response_job(service, request, f"resp_{suffix}"), size)
         reply = Reply(service.text.tokenizer, request, made, model)
         if request.stream:
-            return EventStream(_stream(service, made, reply), service.settings.replies.keepalive_s)
+            events = streamed(service.generations, [made.job], _Events(reply), made.request.own_names())
+            return EventStream(events, service.settings.replies.keepalive_s)
         await unless_disconnected(http, _whole(service, made, reply))
         return Response(json_bytes(reply.body), media_type="application/json")
 
@@ -79,34 +81,34 @@ async def _whole(service: Service, made: ResponseJob, reply: Reply) -> None:
                 reply.take(step, generation)
 
 
-async def _stream(service: Service, made: ResponseJob, reply: Reply) -> AsyncGenerator[bytes]:
-    """The reply in events. A fault before the first one is raised, a later one is told as `response.failed`."""
-    number = 0
+class _Events:
+    """The reply in events, numbered."""
 
-    def written(told: list[Told]) -> bytes:
-        nonlocal number
+    def __init__(self, reply: Reply) -> None:
+        self._reply, self._number = reply, 0
+
+    def said(self, step: ChoiceStep, generation: Generation) -> bytes:
+        """What a step adds."""
+        if step.is_empty:
+            return b""
+        told = [] if self._number else self._reply.begin()
+        return self._written(told + self._reply.take(step, generation))
+
+    def end(self, generation: Generation) -> bytes:
+        """Nothing: the last step has said it."""
+        return b""
+
+    def fault(self, error: ApiError) -> bytes:
+        """`response.failed`."""
+        return self._written(self._reply.fail(error))
+
+    def _written(self, told: list[Told]) -> bytes:
         parts: list[bytes] = []
         for name, body in told:
             kind = f"response.{name}"
-            parts.append(named_event(kind, json_bytes({"type": kind, "sequence_number": number, **body})))
-            number += 1
+            parts.append(named_event(kind, json_bytes({"type": kind, "sequence_number": self._number, **body})))
+            self._number += 1
         return b"".join(parts)
-
-    try:
-        with made.request.own_names():
-            async with service.generations.open(made.job) as generation:
-                async for step in generation:
-                    if step.is_empty:
-                        yield b""
-                        continue
-                    told = reply.begin() if not number else []
-                    told += reply.take(step, generation)
-                    if told:
-                        yield written(told)
-    except Exception as error:
-        if not number:
-            raise
-        yield written(reply.fail(api_error(error)))
 
 
 class Reply:

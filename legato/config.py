@@ -14,6 +14,7 @@ from typing import Literal
 
 LatentFormat = Literal["auto", "float32", "bfloat16", "fp8"]
 DraftWeightsName = Literal["stored", "lean"]
+DenseFormatName = Literal["stored", "fp8"]
 IndexFormat = Literal["auto", "float32", "fp8"]
 DType = Literal["auto", "float32", "bfloat16"]
 Switch = Literal["auto", "on", "off"]
@@ -64,7 +65,9 @@ class ExecutionConfig:
     index scores, which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a
     CPU, 1 GiB on a GPU. `tensor_parallel` ranks share the model, each on a GPU of its own (on a CPU: in a process of its own);
     `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up. `draft_weights`: the MTP
-    layer as stored, or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8 (no token changes)."""
+    layer as stored, or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8 (no token changes).
+    `dense_format`: weights of attention, dense layers and shared experts as stored, or those that are unquantised in "fp8" (in
+    blocks of 128x128, at load; tokens may change)."""
 
     device: str = "auto"
     dtype: DType = "auto"
@@ -77,6 +80,7 @@ class ExecutionConfig:
     tensor_parallel: int = 1
     rank_patience: float = 3.0
     draft_weights: DraftWeightsName = "stored"
+    dense_format: DenseFormatName = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,7 @@ class Resolved:
     max_waiting: int | None = None
     verify_speculation: float = 0.0
     draft_weights: DraftWeightsName = "stored"
+    dense_format: DenseFormatName = "stored"
 
     @property
     def num_pages(self) -> int:
@@ -231,6 +236,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         max_waiting=schedule.max_waiting,
         verify_speculation=config.verify_speculation,
         draft_weights=execution.draft_weights,
+        dense_format=execution.dense_format,
     )
 
 

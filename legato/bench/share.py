@@ -15,8 +15,8 @@ from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.convert import Target
 from legato.model.dummy import Recipe, dummy_weights, rerouted, router_spread
 from legato.model.inventory import survey
-from legato.model.lean import DraftWeights, lean_formats
 from legato.model.names import Kind, expected
+from legato.model.requantization import AS_STORED, Requantization
 from legato.model.spec import ModelSpec, SpecError
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.parallel import LoopBack, Mesh
@@ -47,7 +47,7 @@ def drawn(
     target: Target | None,
     device: torch.device,
     dtype: torch.dtype,
-    drafts: DraftWeights = DraftWeights.STORED,
+    again: Requantization = AS_STORED,
 ) -> Share:
     """A share of random weights in the format of `target`, with even routing.
 
@@ -56,8 +56,8 @@ def drawn(
     """
     recipe = Recipe(target)
     formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
-    weights = dummy_weights(spec, mesh, recipe, device=device, dtype=dtype, drafts=drafts)
-    return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, drafts, weights))
+    weights = dummy_weights(spec, mesh, recipe, device=device, dtype=dtype, again=again)
+    return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, again, weights))
 
 
 def routed(share: Share, distinct_experts: float | None, rows: int) -> Share:
@@ -77,7 +77,7 @@ def loaded(
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
-    drafts: DraftWeights = DraftWeights.STORED,
+    again: Requantization = AS_STORED,
     progress: Progress = no_progress,
 ) -> Share:
     """A share of a checkpoint, in its own formats.
@@ -94,16 +94,14 @@ def loaded(
         resident=Residency.STORED,
         progress=progress,
         mesh=mesh,
-        drafts=drafts,
+        again=again,
     )
     formats = {name: stored.format for name, stored in inventory.linears.items()}
-    return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, drafts, weights))
+    return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, again, weights))
 
 
 def _traffic(
-    spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh, drafts: DraftWeights, weights: GlmWeights
+    spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh, again: Requantization, weights: GlmWeights
 ) -> Traffic:
-    if drafts is DraftWeights.STORED:
-        return traffic_of(spec, formats, mesh.size)
-    found = traffic_of(spec, lean_formats(formats, spec), mesh.size)
+    found = traffic_of(spec, again.formats(formats, spec), mesh.size)
     return found if weights.draft_head is None else replace(found, draft_head=weights.draft_head.nbytes)

@@ -119,6 +119,7 @@ def bench_slice(
     ] = None,
     iterations: Annotated[int, typer.Option(help="Iterations that are timed.")] = 50,
     draft_weights: options.DraftWeights = "stored",
+    dense_format: options.DenseFormat = "stored",
     latent: options.Latent = "auto",
     device: options.Device = "auto",
     op: options.Ops = None,
@@ -136,7 +137,7 @@ def bench_slice(
     from legato.cli.slice import Asked, works
     from legato.cli.slice import bench_slice as run
 
-    asked = Asked(model, dims, tp, rank, layers, dummy, format, draft_weights, device, accept_length)
+    asked = Asked(model, dims, tp, rank, layers, dummy, format, draft_weights, dense_format, device, accept_length)
     one = Work(1, 1, k, iterations, None, latent, overrides(op or []))
     experts = numbers("--distinct-experts", distinct_experts) if distinct_experts is not None else [None]
     run(asked, [*works(numbers("--context", context), numbers("--batch", batch), experts, one)], kernels, json)

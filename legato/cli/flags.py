@@ -18,6 +18,7 @@ from legato.config import (
     CacheConfig,
     Config,
     ConfigError,
+    DenseFormatName,
     DraftWeightsName,
     DType,
     ExecutionConfig,
@@ -55,6 +56,7 @@ class EngineFlags:
     tensor_parallel: options.TensorParallel = 1
     rank_patience: options.RankPatience = ExecutionConfig().rank_patience
     draft_weights: options.DraftWeights = "stored"
+    dense_format: options.DenseFormat = "stored"
     op: options.Ops = None
 
     def engine(self) -> Config:
@@ -65,6 +67,7 @@ class EngineFlags:
         """
         latent: LatentFormat = self.latent
         draft_weights: DraftWeightsName = self.draft_weights
+        dense_format: DenseFormatName = self.dense_format
         index: IndexFormat = self.index
         dtype: DType = self.dtype
         overlap: Switch = self.overlap
@@ -84,6 +87,7 @@ class EngineFlags:
                 tensor_parallel=self.tensor_parallel,
                 rank_patience=self.rank_patience,
                 draft_weights=draft_weights,
+                dense_format=dense_format,
                 ops=overrides(self.op or []),
                 score_bytes=None if self.score_budget is None else self.score_budget << 20,
             ),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from legato.config import DraftWeightsName, DType, IndexFormat, LatentFormat, Switch
+from legato.config import DenseFormatName, DraftWeightsName, DType, IndexFormat, LatentFormat, Switch
 
 ENGINE, SAMPLING, CONSTRAINTS = "Engine options", "Sampling options", "Constraint options"
 OUTPUT = "Output options"
@@ -42,6 +42,13 @@ DraftWeights = Annotated[
     DraftWeightsName,
     typer.Option(
         help="Of the MTP layer: stored, or lean (experts in NVFP4, input projection and head in FP8; no token changes).",
+        rich_help_panel=ENGINE,
+    ),
+]
+DenseFormat = Annotated[
+    DenseFormatName,
+    typer.Option(
+        help="Of attention, dense layers, shared experts: stored, or fp8 (what is unquantised in FP8 blocks; tokens may change).",
         rich_help_panel=ENGINE,
     ),
 ]

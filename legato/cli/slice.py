@@ -26,6 +26,7 @@ from legato.engine.start import open_checkpoint, targets_of
 from legato.model.convert import Target
 from legato.model.inventory import stored_spec
 from legato.model.lean import DraftWeights
+from legato.model.requantization import DenseFormat, Requantization
 from legato.model.spec import ModelSpec
 from legato.ops import BindError, Bindings, bind
 from legato.parallel import Mesh
@@ -49,6 +50,7 @@ class Asked:
     dummy: bool
     format: str
     drafts: str
+    dense: str
     device: str
     accept_length: float | None
 
@@ -107,7 +109,7 @@ def _measure(
         raise ConfigError(str(error)) from error
     setting = Setting.here(device)
     drawn_as = {"format": asked.format, "weights": "dummy"} if _is_drawn(asked) else {"weights": "checkpoint"}
-    line = fields(share, work, figure, setting.gpu, {**drawn_as, "drafts": asked.drafts})
+    line = fields(share, work, figure, setting.gpu, {**drawn_as, "drafts": asked.drafts, "dense": asked.dense})
     if asked.accept_length is not None:
         line |= simulated(figure, asked.accept_length)
     _print(console, asked, share, work, figure, line, setting)
@@ -128,7 +130,7 @@ def _share(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
         raise ConfigError(f"--dims must be one of {', '.join(DIMENSIONS)}, got {asked.dims!r}")
     if asked.format not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {asked.format!r}")
-    drafts = DraftWeights(asked.drafts)
+    again = Requantization(DraftWeights(asked.drafts), DenseFormat(asked.dense))
     try:
         mesh = Mesh(asked.rank, asked.tp)
     except ValueError as error:
@@ -140,14 +142,14 @@ def _share(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
                 "--layers and --distinct-experts need --dummy: a checkpoint has its layers and its router"
             )
         checkpoint = open_checkpoint(asked.model)
-        return loaded(checkpoint, stored_spec(checkpoint), mesh, device, dtype, drafts)
+        return loaded(checkpoint, stored_spec(checkpoint), mesh, device, dtype, again)
     spec = (
         ModelSpec.from_config(DIMENSIONS[asked.dims or "glm-5.2"], name="GLM-5.2")
         if asked.model is None
         else stored_spec(open_checkpoint(asked.model))
     )
     spec = first_layers(spec, asked.layers or spec.num_layers)
-    return drawn(spec, mesh, FORMATS[asked.format], device, dtype, drafts)
+    return drawn(spec, mesh, FORMATS[asked.format], device, dtype, again)
 
 
 def _print(
@@ -162,7 +164,8 @@ def _print(
     spec, mesh, spread = share.spec, share.communicator.mesh, figure.spread
     lines = [
         f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}; {work.batch} requests of {work.context:,} "
-        f"tokens (written, not prefilled), K = {work.num_drafts}, {asked.drafts} draft weights",
+        f"tokens (written, not prefilled), K = {work.num_drafts}, {asked.drafts} draft weights, dense weights "
+        f"{'as stored' if asked.dense == 'stored' else 'in FP8'}",
         f"iteration {spread.median_us / 1e3:.3f} ms (p20 {spread.p20_us / 1e3:.3f}, p80 {spread.p80_us / 1e3:.3f}; "
         f"{figure.how}, {work.iterations} iterations), {figure.host_us:.0f} us of host time to launch one",
         f"{line['bytes'] / 1e9:.3f} GB must be read"  # type: ignore[operator]

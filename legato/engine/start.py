@@ -19,6 +19,7 @@ from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import stored_spec
 from legato.model.lean import DraftWeights
+from legato.model.requantization import DenseFormat, Requantization
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.ops import bind
@@ -108,7 +109,7 @@ def load_rank(
         resident=Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE,
         progress=progress,
         mesh=mesh,
-        drafts=DraftWeights(settings.draft_weights),
+        again=Requantization(DraftWeights(settings.draft_weights), DenseFormat(settings.dense_format)),
     )
     return Loaded(spec, weights, settings)
 

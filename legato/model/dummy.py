@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from legato.model.convert import QUANTIZERS, Target, layout
-from legato.model.lean import DraftWeights
-from legato.model.names import Expected, Group, Split, expected, layer_prefix
+from legato.model.names import Expected, Group, Kind, Split, expected, layer_prefix
+from legato.model.requantization import AS_STORED, Requantization, finish_of
 from legato.model.shards import share_of, vocabulary_rows
 from legato.model.spec import ModelSpec, SpecError
 from legato.model.weights import GlmWeights, LayerWeights, MoeWeights, assemble
@@ -152,7 +152,7 @@ def dummy_weights(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    drafts: DraftWeights = DraftWeights.STORED,
+    again: Requantization = AS_STORED,
 ) -> GlmWeights:
     """The weights of a rank: the shapes, formats and layers that `load_weights` would give for a checkpoint of `recipe.target`.
 
@@ -160,7 +160,8 @@ def dummy_weights(
         SpecError: a width does not divide over the ranks.
     """
     reader = DummyReader(spec, mesh, recipe, torch.device(device), dtype)
-    return assemble(spec, reader, reader.head_rows(), drafts)
+    formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
+    return assemble(spec, reader, reader.head_rows(), again.drafts, finish_of(again.dense, formats))
 
 
 def rerouted(weights: GlmWeights, spec: ModelSpec, mesh: Mesh, recipe: Recipe) -> GlmWeights:

@@ -17,6 +17,7 @@ from legato.model.inventory import survey
 from legato.model.lean import DraftWeights, LeanSource, lean_linear
 from legato.model.names import layer_prefix
 from legato.model.reader import Placement, Reader, Residency, WeightSource
+from legato.model.requantization import AS_STORED, Finish, Requantization, finish_of, unchanged
 from legato.model.shards import regions, vocabulary_rows
 from legato.model.spec import ModelSpec
 from legato.ops import linear_heads, prologue_full, prologue_shared, route
@@ -145,14 +146,14 @@ def load_weights(
     resident: Residency,
     progress: Progress = no_progress,
     mesh: Mesh = ONE_RANK,
-    drafts: DraftWeights = DraftWeights.STORED,
+    again: Requantization = AS_STORED,
 ) -> GlmWeights:
     """Loads every weight that `spec` asks for, or nothing; of tensors that are split over ranks, this rank's part alone.
 
     Names, shapes and dtypes of the whole checkpoint are checked before the first byte is read; scales are checked as
     they are read. Norms and dense weights come in `dtype`; router and its bias in float32; experts
-    that mix formats are dequantised. With `spec.has_mtp` false the MTP layer is neither read nor fetched; `mtp` is None
-    also where the checkpoint has none.
+    that mix formats are dequantised. `again`: what is quantised although the checkpoint has it in more bits. With
+    `spec.has_mtp` false the MTP layer is neither read nor fetched; `mtp` is None also where the checkpoint has none.
     Sharded: H, F and the head's W are a rank's share (decision 9 says how each divides).
     What the survey warns of is logged. Raises `CheckpointError`, and `SpecError` for widths that the ranks do not divide.
     """
@@ -163,17 +164,25 @@ def load_weights(
     borders = regions(inventory, spec, mesh)
     reader = Reader(checkpoint, inventory, borders, Placement(torch.device(device), dtype, resident), progress)
     multiple = split_multiple(inventory.linears["lm_head"].format, 0)
-    return assemble(replace(spec, has_mtp=inventory.has_mtp), reader, vocabulary_rows(spec, multiple, mesh), drafts)
+    formats = {name: stored.format for name, stored in inventory.linears.items()}
+    finish = finish_of(again.dense, formats, dtype if resident is Residency.DENSE else None)
+    spec = replace(spec, has_mtp=inventory.has_mtp)
+    return assemble(spec, reader, vocabulary_rows(spec, multiple, mesh), again.drafts, finish)
 
 
 def assemble(
-    spec: ModelSpec, source: WeightSource, head_rows: int, drafts: DraftWeights = DraftWeights.STORED
+    spec: ModelSpec,
+    source: WeightSource,
+    head_rows: int,
+    drafts: DraftWeights = DraftWeights.STORED,
+    finish: Finish = unchanged,
 ) -> GlmWeights:
-    """Every weight that `spec` asks for, in the order in which a checkpoint has them; `head_rows` on this rank."""
+    """Every weight that `spec` asks for, in the order in which a checkpoint has them; `head_rows` on this rank. `finish`: what
+    becomes of the weights of attention, dense layers and shared experts."""
     is_lean = drafts is DraftWeights.LEAN and spec.has_mtp
     if is_lean:
         source = LeanSource(source, spec)
-    loader = _Loader(spec, source)
+    loader = _Loader(spec, source, finish)
     embed = source.float_tensor("model.embed_tokens.weight")
     layers = tuple(loader.layer(layer) for layer in range(spec.num_layers))
     mtp = loader.mtp() if spec.has_mtp else None
@@ -184,21 +193,21 @@ def assemble(
 
 @dataclass(frozen=True, slots=True)
 class _Projections:
-    """Attention's matrices over the hidden state (q_a, kv_a, perhaps wk and weights_proj) and over the query latent (q_b,
-    perhaps wq_b), in the order in which they are joined."""
+    """Attention's matrices by name, over the hidden state (q_a, kv_a, perhaps wk and weights_proj) and over the query latent
+    (q_b, perhaps wq_b), in the order in which they are joined."""
 
-    inputs: list[Weight]
-    queries: list[Weight]
+    inputs: dict[str, Weight]
+    queries: dict[str, Weight]
 
     def without_indexer(self) -> _Projections:
-        return _Projections(self.inputs[:2], self.queries[:1])
+        return _Projections(dict(list(self.inputs.items())[:2]), dict(list(self.queries.items())[:1]))
 
 
 class _Loader:
     """Assembles layers from the reader's weights: the order of the table in `legato.model.names`."""
 
-    def __init__(self, spec: ModelSpec, reader: WeightSource) -> None:
-        self.spec, self.reader = spec, reader
+    def __init__(self, spec: ModelSpec, reader: WeightSource, finish: Finish) -> None:
+        self.spec, self.reader, self._finish = spec, reader, finish
 
     def layer(self, layer: int) -> LayerWeights:
         return self._layer(layer, self._projections(layer_prefix(layer) + "self_attn.", layer))
@@ -218,7 +227,7 @@ class _Loader:
         layer = self._layer(self.spec.num_layers, projections)
         without = projections.without_indexer()
         seeded = replace(
-            layer.attention, qkv=concatenate(without.inputs), q=concatenate(without.queries), indexer=None
+            layer.attention, qkv=self._joined(without.inputs), q=self._joined(without.queries), indexer=None
         )  # fmt: skip
         return MtpWeights(
             enorm=reader.float_tensor(prefix + "enorm.weight"),
@@ -233,26 +242,30 @@ class _Loader:
         return layer < self.spec.num_layers and self.spec.is_dense(layer)
 
     def _projections(self, prefix: str, layer: int) -> _Projections:
-        linear = self.reader.linear
-        inputs = [linear(prefix + "q_a_proj"), linear(prefix + "kv_a_proj_with_mqa")]
-        queries = [linear(prefix + "q_b_proj")]
+        inputs, queries = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]
         if self.spec.is_full(layer):
-            inputs += [linear(prefix + "indexer.wk"), linear(prefix + "indexer.weights_proj")]
-            queries += [linear(prefix + "indexer.wq_b")]
-        return _Projections(inputs, queries)
+            inputs += ["indexer.wk", "indexer.weights_proj"]
+            queries += ["indexer.wq_b"]
+        return _Projections(self._named(prefix, inputs), self._named(prefix, queries))
+
+    def _named(self, prefix: str, modules: list[str]) -> dict[str, Weight]:
+        return {prefix + module: self.reader.linear(prefix + module) for module in modules}
+
+    def _joined(self, parts: dict[str, Weight]) -> Weight:
+        return self._finish(list(parts), concatenate(list(parts.values())))
 
     def _attention(self, prefix: str, projections: _Projections) -> AttentionWeights:
         spec, reader = self.spec, self.reader
         kv_b = reader.dense(prefix + "kv_b_proj", reader.dtype)
         heads = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
         return AttentionWeights(
-            qkv=concatenate(projections.inputs),
+            qkv=self._joined(projections.inputs),
             q_norm=reader.float_tensor(prefix + "q_a_layernorm.weight"),
-            q=concatenate(projections.queries),
+            q=self._joined(projections.queries),
             kv_norm=reader.float_tensor(prefix + "kv_a_layernorm.weight"),
             w_uk=heads[:, : spec.nope_dim].contiguous(),
             w_uv=heads[:, spec.nope_dim :].contiguous(),
-            o=reader.linear(prefix + "o_proj"),
+            o=self._joined(self._named(prefix, ["o_proj"])),
             indexer=self._indexer(prefix + "indexer.") if len(projections.queries) > 1 else None,
         )
 
@@ -264,8 +277,9 @@ class _Loader:
         )
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        gate_up = self.reader.joined([prefix + "gate_proj", prefix + "up_proj"])
-        return MlpWeights(gate_up, self.reader.linear(prefix + "down_proj"))
+        modules = [prefix + "gate_proj", prefix + "up_proj"]
+        gate_up = self._finish(modules, self.reader.joined(modules))
+        return MlpWeights(gate_up, self._joined(self._named(prefix, ["down_proj"])))
 
     def _moe(self, prefix: str) -> MoeWeights:
         reader = self.reader

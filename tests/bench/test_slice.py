@@ -94,7 +94,7 @@ def test_glm_5_2_has_the_floor_that_was_computed_by_hand() -> None:
 def test_flags_that_contradict_are_refused(changes: dict[str, object], message: str) -> None:
     given = {
         "model": None, "dims": None, "tp": 8, "rank": 0, "layers": None, "dummy": False, "format": "nvfp4",
-        "drafts": "stored",
+        "drafts": "stored", "dense": "stored",
         "device": "cpu", "accept_length": None,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=message):

@@ -13,6 +13,7 @@ from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.lean import DraftWeights, lean_experts, lean_formats
+from legato.model.requantization import Requantization
 from legato.model.weights import GlmWeights, MoeWeights, Residency, load_weights
 from legato.quant import DenseExperts, DenseWeight, Format, Fp8BlockWeight, Nvfp4Experts
 from legato.schedule import Request
@@ -24,7 +25,7 @@ SMALL = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "first_k_d
 
 def load(checkpoint: Checkpoint, drafts: DraftWeights, resident: Residency = Residency.STORED) -> GlmWeights:
     spec = stored_spec(checkpoint)
-    return load_weights(checkpoint, spec, device="cpu", dtype=torch.float32, resident=resident, drafts=drafts)
+    return load_weights(checkpoint, spec, device="cpu", dtype=torch.float32, resident=resident, again=Requantization(drafts))
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -6,6 +6,9 @@ carries bytes. Imports no torch. Called by `lead`, `follow` and `watch`.
 Layout, in pages of 4096 bytes: page 0 is rank 0's word to all; one page of signs for each rank; then the slots. A step is one
 slot, or as many as it needs; slots are of one size and used in turn. A slot's sequence number is written last, and its hash
 covers all steps before it too: a rank that has missed or misread one can agree with nothing that follows.
+
+Words that one process writes while others read are stored and loaded whole, through a view of 8-byte words: `struct` writes
+them byte by byte after a zero, and a reader would see times and counts that never were.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ _HEADER = struct.Struct("<QIII")
 """Of a slot: sequence, part, parts, length; the digest follows."""
 PAYLOAD_AT = _HEADER.size + DIGEST_BYTES
 PAYLOAD_BYTES = SLOT_BYTES - PAYLOAD_AT
-_WORD = struct.Struct("<Q")
 _TEXT_AT, _TEXT_BYTES = 256, 2048
 _OUTCOME_AT = 128
 
@@ -46,14 +48,14 @@ class Signs:
     number of the last settled step with a digest of what it brought.
     """
 
-    def __init__(self, memory: mmap.mmap, at: int) -> None:
-        self.memory, self.at = memory, at
+    def __init__(self, memory: mmap.mmap, words: memoryview[int], at: int) -> None:
+        self.memory, self.words, self.at = memory, words, at
 
     def _get(self, word: int) -> int:
-        return _WORD.unpack_from(self.memory, self.at + 8 * word)[0]
+        return self.words[self.at // 8 + word]
 
     def _set(self, word: int, value: int) -> None:
-        _WORD.pack_into(self.memory, self.at + 8 * word, value)
+        self.words[self.at // 8 + word] = value
 
     @property
     def pid(self) -> int:
@@ -94,29 +96,29 @@ class Signs:
         """The last settled step and the digest of what it brought; read twice, since the two are not one word."""
         while True:
             start = self.at + _OUTCOME_AT
-            number = _WORD.unpack_from(self.memory, start)[0]
+            number = self._get(_OUTCOME_AT // 8)
             digest = bytes(self.memory[start + 8 : start + 8 + DIGEST_BYTES])
-            if number == _WORD.unpack_from(self.memory, start)[0]:
+            if number == self._get(_OUTCOME_AT // 8):
                 return number, digest
 
     def settle(self, number: int, digest: bytes) -> None:
         start = self.at + _OUTCOME_AT
-        _WORD.pack_into(self.memory, start, 0)
+        self._set(_OUTCOME_AT // 8, 0)
         self.memory[start + 8 : start + 8 + DIGEST_BYTES] = digest
-        _WORD.pack_into(self.memory, start, number)
+        self._set(_OUTCOME_AT // 8, number)
 
     @property
     def fault(self) -> str:
         """Why this rank gave up; empty while it has not."""
-        length = _WORD.unpack_from(self.memory, self.at + _TEXT_AT)[0]
+        length = self._get(_TEXT_AT // 8)
         start = self.at + _TEXT_AT + 8
         return bytes(self.memory[start : start + length]).decode(errors="replace")
 
     def give_up(self, reason: str) -> None:
         data = reason.encode()[:_TEXT_BYTES]
-        start = self.at + _TEXT_AT
-        self.memory[start + 8 : start + 8 + len(data)] = data
-        _WORD.pack_into(self.memory, start, len(data))
+        start = self.at + _TEXT_AT + 8
+        self.memory[start : start + len(data)] = data
+        self._set(_TEXT_AT // 8, len(data))
 
 
 class Board:
@@ -124,6 +126,7 @@ class Board:
 
     def __init__(self, descriptor: int, memory: mmap.mmap, num_ranks: int) -> None:
         self._descriptor, self._memory = descriptor, memory
+        self._words = memoryview(memory).cast("Q")
         self.num_ranks = num_ranks
         self._digest = bytes(DIGEST_BYTES)
         self._sequence = 0
@@ -156,30 +159,30 @@ class Board:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def signs(self, rank: int) -> Signs:
-        return Signs(self._memory, PAGE * (1 + rank))
+        return Signs(self._memory, self._words, PAGE * (1 + rank))
 
     @property
     def published(self) -> int:
         """Slots written by rank 0 so far."""
-        return _WORD.unpack_from(self._memory, 0)[0]
+        return self._words[0]
 
     @property
     def is_closed(self) -> bool:
         """Rank 0 needs no one any more."""
-        return _WORD.unpack_from(self._memory, 8)[0] != 0
+        return self._words[1] != 0
 
     def close(self) -> None:
         """Rank 0 needs no one any more: the others leave."""
-        _WORD.pack_into(self._memory, 8, 1)
+        self._words[1] = 1
 
     @property
     def is_guarded(self) -> bool:
         """Rank 0 is to be ended when it hangs: someone waits for its end. Else it may have been suspended by its user."""
-        return _WORD.unpack_from(self._memory, 16)[0] != 0
+        return self._words[2] != 0
 
     def guard(self) -> None:
         """Rank 0 is to be ended when it hangs."""
-        _WORD.pack_into(self._memory, 16, 1)
+        self._words[2] = 1
 
     def publish(self, step: bytes, pause: Callable[[], None]) -> None:
         """Writes a step for all other ranks. Calls `pause` while a rank has not read what its slots still hold; `pause` may
@@ -193,8 +196,8 @@ class Board:
             self._sequence += 1
             _HEADER.pack_into(self._memory, start, 0, part, len(parts), len(payload))
             self._memory[start + _HEADER.size : start + PAYLOAD_AT + len(payload)] = self._digest + payload
-            _WORD.pack_into(self._memory, start, self._sequence)
-            _WORD.pack_into(self._memory, 0, self._sequence)
+            self._words[start // 8] = self._sequence
+            self._words[0] = self._sequence
 
     def take(self, rank: int, pause: Callable[[], None]) -> bytes:
         """The next step, waiting for it: calls `pause`, which may raise, until it is there.
@@ -204,7 +207,7 @@ class Board:
         step = bytearray()
         while True:
             start = self._slot(self._sequence)
-            while _WORD.unpack_from(self._memory, start)[0] != self._sequence + 1:
+            while self._words[start // 8] != self._sequence + 1:
                 pause()
             part, parts, payload = self._read(start)
             self._sequence += 1

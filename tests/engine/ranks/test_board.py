@@ -109,3 +109,23 @@ def test_memory_that_is_not_there_or_not_ours_is_refused(board: Board) -> None:
         Board.open("/proc/self/fd/999", 3)
     with pytest.raises(BoardError, match="2 ranks need"):
         Board.open(board.path, 2)
+
+
+def test_words_are_seen_whole_by_a_process_that_reads_while_another_writes(board: Board) -> None:
+    until = time.monotonic() + 0.5
+    writer = os.fork()
+    if writer == 0:
+        signs = board.signs(1)
+        while time.monotonic() < until:
+            signs.beat()
+        os._exit(0)
+    try:
+        signs = board.signs(1)
+        while not signs.beat_ns:
+            time.sleep(0.001)
+        ages = []
+        while time.monotonic() < until:
+            ages.append(time.monotonic_ns() - signs.beat_ns)
+    finally:
+        os.waitpid(writer, 0)
+    assert len(ages) > 1000 and max(ages) < 30e9, "a beat that never was"

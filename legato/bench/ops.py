@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from legato.bench.record import floor_us
-from legato.bench.timing import Spread, calls_to_rotate, is_cold, time_calls, time_isolated
+from legato.bench.timing import Spread, calls_to_rotate, count_launches, is_cold, time_calls, time_isolated
 from legato.ops.case import Case
 from legato.ops.catalog import FOLDERS, cases
 from legato.ops.op import REFERENCE, Implementation, implemented
@@ -33,7 +33,8 @@ class BenchError(ValueError):
 @dataclass(frozen=True)
 class Figure:
     """One measured call. `chain`: calls one after the other, as the engine's graph holds them; `isolated`: between
-    ordinary kernels. Both are None where `fault` says why the result is wrong or missing."""
+    ordinary kernels. Both are None where `fault` says why the result is wrong or missing. `kernels`: that a call launches,
+    where that is known."""
 
     case: Case
     implementation: str
@@ -42,6 +43,7 @@ class Figure:
     num_calls: int
     cold: bool
     fault: str | None
+    kernels: int | None = None
 
     def fields(self, gpu: str | None) -> dict[str, Any]:
         """As one line of a record, without the setting."""
@@ -58,6 +60,7 @@ class Figure:
             "method": spread.get("method"),
             "isolated_us": self.isolated.median_us if self.isolated else None,
             "calls": self.num_calls,
+            "kernels": self.kernels,
             "cold": self.cold,
             "bytes": self.case.bytes,
             "flops": self.case.flops,
@@ -125,13 +128,15 @@ def measure_one(case: Case, implementation: Implementation[..., Any], device: to
                 return Figure(case, implementation.target, None, None, num_calls, cold, fault)
             calls = _rotated(case, implementation, num_calls, device)
             chain, results = time_calls(calls, device)
-            isolated = time_isolated(calls, device) if device.type == "cuda" and chain.method == "graph" else None
+            captured = device.type == "cuda" and chain.method == "graph"
+            isolated = time_isolated(calls, device) if captured else None
+            kernels = count_launches(calls[0]) if captured else None
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return Figure(case, implementation.target, None, None, num_calls, cold, f"{type(error).__name__}: {error}")
         fault = _fault_of_timed(case, case.inputs(device), results, expected)
-    return Figure(
-        case, implementation.target, None if fault else chain, None if fault else isolated, num_calls, cold, fault
-    )
+    if fault is not None:
+        return Figure(case, implementation.target, None, None, num_calls, cold, fault)
+    return Figure(case, implementation.target, chain, isolated, num_calls, cold, None, kernels)
 
 
 def _implementations(case: Case, wish: str, device: torch.device) -> list[Implementation[..., Any]]:

@@ -11,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -102,6 +104,26 @@ def time_isolated(calls: Sequence[Callable[[], object]], device: torch.device) -
     return Spread(
         with_spacers.median_us - gap, with_spacers.p20_us - gap, with_spacers.p80_us - gap, with_spacers.method
     )
+
+
+def count_launches(call: Callable[[], object]) -> int | None:
+    """How many kernels a call launches on the current GPU, as a captured graph holds them (copies and fills that are no
+    kernels are not counted); None where the call cannot be captured, or CUDA's bindings are not installed."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return None
+    runtime = import_module("cuda.bindings.runtime")
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
+    _, _, num_nodes = runtime.cudaGraphGetNodes(handle)
+    _, nodes, _ = runtime.cudaGraphGetNodes(handle, num_nodes)
+    kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes[:num_nodes]]
+    return kinds.count(runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel)
 
 
 def sample_graph(graph: torch.cuda.CUDAGraph, device: torch.device, num_samples: int = _SAMPLES) -> list[float]:

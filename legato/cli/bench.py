@@ -102,6 +102,7 @@ def _cells(figure: Figure, gpu: str | None) -> list[str]:
         return [case, *("" for _ in _NUMBERS), f"{figure.implementation} WRONG: {figure.fault}"]
     chain, isolated, percent = figure.chain, figure.isolated, figure.fields(gpu)["roofline_percent"]
     notes = [figure.implementation]
+    notes += [f"{figure.kernels} kernels"] if (figure.kernels or 0) > 1 else []
     notes += [chain.method] if chain.method == "stream" else []
     notes += [] if figure.cold or gpu is None else ["in L2"]
     return [

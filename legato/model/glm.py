@@ -53,6 +53,6 @@ class Glm:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T, W] float32 logits of post-norm hidden states, of the whole vocabulary on every rank."""
+        """[T, W] logits of post-norm hidden states, in their dtype, of the whole vocabulary on every rank."""
         shard = self.weights.lm_head.linear(hidden)
-        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size].float()
+        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]

@@ -31,10 +31,10 @@ class Mtp:
     communicator: Communicator = ALONE
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T, W] float32 logits of drafts, for hidden states that `forward` returned."""
+        """[T, W] logits of drafts, for hidden states that `forward` returned and in their dtype."""
         head = self.head
         shard = linear_draft(hidden, head) if isinstance(head, Tensor) else head.linear(hidden)
-        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size].float()
+        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]
 
     def forward(
         self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None

@@ -50,7 +50,7 @@ class ControlTable:
         """What is to be sampled instead of `logits`.
 
         Args:
-            logits: [T, W].
+            logits: [T, W], float32 or bfloat16.
             device_rows: [T] int64.
             positions: [T] int64 of the tokens to be chosen.
             supposed: [T, *] int64 tokens that this row supposes were generated in this iteration before it, -1 for none.
@@ -58,7 +58,7 @@ class ControlTable:
         Returns:
             [T, W] float32; -inf where a token is impossible. A row is all -inf if nothing is left.
         """
-        out = logits
+        out = logits.float()
         if self._generated is not None and self._in_prompt is not None:
             generated = self._generated[device_rows]
             generated.scatter_add_(1, supposed.clamp(min=0), (supposed >= 0).to(torch.int32))

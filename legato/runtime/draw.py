@@ -136,7 +136,7 @@ class ControlledDraw:
     ) -> Tensor:
         """[T, W] logits after controls and grammar masks (by index into T). Where nothing is left, the grammar alone counts."""
         out = self.controls.apply(logits, device_rows, positions, supposed)
-        plain = logits
+        plain = logits.float()
         if masks:
             index = torch.tensor(list(masks), device=logits.device)
             allowed = allowed_tokens(list(masks.values()), logits.shape[1]).to(logits.device)

@@ -28,7 +28,7 @@ class Verified:
     """What the target said about B requests.
 
     Attributes:
-        logits: [B, R, W] float32.
+        logits: [B, R, W] as the model gives them.
         sampled: [B, R] int64 the target's own tokens.
         accepted: [B] int64 drafts that agreed with them, before any cut.
         counts: [B] int64 tokens emitted: accepted + 1, cut at a stop id, the length limit and the capacity of the row's pages; 0

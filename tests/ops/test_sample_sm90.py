@@ -66,3 +66,14 @@ def test_hard_rows_give_the_references_tokens(kind: str):
         seed, position = torch.randint(0, 1 << 60, (6,), device="cuda"), torch.randint(0, 1 << 20, (6,), device="cuda")
         arguments = (temperature, (ones * top_k).int(), ones * top_p, ones * min_p, seed, position)
         assert torch.equal(sm90.sample_sm90(logits, *arguments), sample.reference(logits, *arguments)), (top_k, top_p)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 6, 9])
+@pytest.mark.parametrize("width", [154880, 20011, 3])
+def test_the_best_of_bfloat16_rows_is_that_of_the_same_numbers_in_float32(rows: int, width: int):
+    torch.manual_seed(0)
+    wider = torch.randn(rows, width + 5, device="cuda").bfloat16()
+    for logits in (wider[:, :width], wider[:, :width].contiguous(), wider[:, 1 : width + 1], torch.zeros_like(wider)):
+        assert torch.equal(sm90.greedy_sm90(logits), logits.float().argmax(-1))

@@ -39,7 +39,7 @@ def _gumbel_of(u: Tensor) -> Tensor:
 
 @op
 def greedy(logits: Tensor) -> Tensor:
-    """The best token of each row, ties to the lowest id. logits [T, W] float32 -> tokens [T] int64."""
+    """The best token of each row, ties to the lowest id. logits [T, W] float32 or bfloat16 -> tokens [T] int64."""
     return logits.argmax(-1)
 
 

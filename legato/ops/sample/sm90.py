@@ -23,11 +23,12 @@ _SOURCE = Path(__file__).with_name("sm90_sample.cu")
 
 
 @cache
-def kernels(cluster: int) -> tuple[Kernel, Kernel]:
-    """`greedy` and `sample` for clusters of so many blocks."""
+def kernels(cluster: int) -> tuple[Kernel, Kernel, Kernel]:
+    """`greedy` of float32 and of bfloat16, and `sample`, for clusters of so many blocks."""
     source = Source(_SOURCE, {"CLUSTER": cluster, "THREADS": THREADS})
     return (
         Kernel(source, "greedy", non_portable_cluster=cluster > 8),
+        Kernel(source, "greedy_bf16", non_portable_cluster=cluster > 8),
         Kernel(source, "sample", shared_bytes=_MOST_BYTES, non_portable_cluster=cluster > 8),
     )
 
@@ -46,20 +47,20 @@ def _launch(rows: int, cluster: int, shared_bytes: int = 0) -> Launch:
     return Launch((rows * cluster,), (THREADS,), (cluster,), shared_bytes, programmatic=True)
 
 
-def _logits(logits: Tensor) -> Tensor:
-    logits = logits.to(torch.float32)
+def _dense(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 @greedy.on("sm90")
 def greedy_sm90(logits: Tensor) -> Tensor:
-    """One launch. [T, W] of any width; other types than float32 are converted first."""
-    logits = _logits(logits)
+    """One launch. [T, W] of any width; other types than float32 and bfloat16 are converted first."""
+    logits = _dense(logits if logits.dtype is torch.bfloat16 else logits.to(torch.float32))
     rows, width = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         cluster = cluster_of(rows)
-        best, _ = kernels(cluster)
+        of_float, of_bfloat16, _ = kernels(cluster)
+        best = of_bfloat16 if logits.dtype is torch.bfloat16 else of_float
         stride = ctypes.c_int64(logits.stride(0))
         best(_launch(rows, cluster), logits, tokens, width, stride, slice_of(width, cluster))
     return tokens
@@ -75,8 +76,9 @@ def sample_sm90(
     seed: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """One launch. Rows that do not fit the shared memory of a cluster (about 400,000 tokens) go to the reference."""
-    logits = _logits(logits)
+    """One launch, behind a conversion to float32. Rows that do not fit the shared memory of a cluster (about 400,000 tokens)
+    go to the reference."""
+    logits = _dense(logits.to(torch.float32))
     rows, width = logits.shape
     cluster = cluster_of(rows)
     slice_len = slice_of(width, cluster)
@@ -86,7 +88,7 @@ def sample_sm90(
     parameters = (temperature.float(), top_k.int(), top_p.float(), min_p.float(), seed.long(), position.long())
     if rows:
         how = _launch(rows, cluster, 4 * slice_len)
-        _, draw = kernels(cluster)
+        _, _, draw = kernels(cluster)
         draw(
             how, logits, *map(Tensor.contiguous, parameters), tokens, width, ctypes.c_int64(logits.stride(0)), slice_len
         )

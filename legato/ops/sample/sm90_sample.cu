@@ -269,30 +269,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   cluster_barrier();  // no block leaves while another may still write to it
 }
 
-// The best of each row alone, ties to the lowest id.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    greedy(const float *logits, i64 *tokens, int width, i64 stride, int slice) {
+// Four numbers of a row from `i` on.
+__device__ __forceinline__ float4 four_of(const float *mine, int i) { return *(const float4 *)(mine + i); }
+__device__ __forceinline__ float4 four_of(const unsigned short *mine, int i) {
+  const uint2 pairs = *(const uint2 *)(mine + i);
+  return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xFFFF0000u), __uint_as_float(pairs.y << 16),
+                     __uint_as_float(pairs.y & 0xFFFF0000u));
+}
+__device__ __forceinline__ float one_of(const float *mine, int i) { return mine[i]; }
+__device__ __forceinline__ float one_of(const unsigned short *mine, int i) { return __uint_as_float((u32)mine[i] << 16); }
+
+// The best of each row alone, ties to the lowest id. Number: float, or the bits of a bfloat16.
+template <typename Number>
+__device__ __forceinline__ void find_best(const Number *logits, i64 *tokens, int width, i64 stride, int slice) {
   __shared__ Exchange exchange;
   cluster_barrier();  // all blocks have started, so that they may be written to
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int row = blockIdx.x / CLUSTER, start = rank_in_cluster() * slice;
   const int count = max(0, min(slice, width - start));
-  const float *mine = logits + row * stride + start;
+  const Number *mine = logits + row * stride + start;
   u64 best = 0;
   int turn = 0;
-  if (stride % 4 == 0 && (u64)logits % 16 == 0) {
+  if (stride % 4 == 0 && (u64)logits % (4 * sizeof(Number)) == 0) {
 #pragma unroll 4
     for (int i = 4 * threadIdx.x; i + 3 < count; i += 4 * THREADS) {
-      const float4 four = *(const float4 *)(mine + i);
+      const float4 four = four_of(mine, i);
       best = larger(best, larger(larger(better(four.x, start + i), better(four.y, start + i + 1)),
                                  larger(better(four.z, start + i + 2), better(four.w, start + i + 3))));
     }
-    for (int i = count / 4 * 4 + threadIdx.x; i < count; i += THREADS) best = larger(best, better(mine[i], start + i));
+    for (int i = count / 4 * 4 + threadIdx.x; i < count; i += THREADS)
+      best = larger(best, better(one_of(mine, i), start + i));
   } else {
-    for (int i = threadIdx.x; i < count; i += THREADS) best = larger(best, better(mine[i], start + i));
+    for (int i = threadIdx.x; i < count; i += THREADS) best = larger(best, better(one_of(mine, i), start + i));
   }
   best = largest(best, exchange, turn);
   if (!threadIdx.x && !rank_in_cluster()) tokens[row] = (i64)(u32)~(u32)best;
   cluster_barrier();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    greedy(const float *logits, i64 *tokens, int width, i64 stride, int slice) {
+  find_best(logits, tokens, width, stride, slice);
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+    greedy_bf16(const unsigned short *logits, i64 *tokens, int width, i64 stride, int slice) {
+  find_best(logits, tokens, width, stride, slice);
 }

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from legato.server.stream import StopMatcher
 from legato.server.text import Tokenizer
 from legato.server.tool_call import CALL, CALL_TAGS, END_CALL, OpenCall, Verdict
@@ -22,22 +24,19 @@ THINK, END_THINK = "<think>", "</think>"
 Phase = Literal["reasoning", "content", "tool_call"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
+class ReasoningText(msgspec.Struct, frozen=True):
     """A piece of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContentText:
+class ContentText(msgspec.Struct, frozen=True):
     """A piece of the answer proper."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True):
     """Call number `index` of this answer begins; its name is complete."""
 
     index: int
@@ -45,16 +44,14 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True):
     """A piece of a call's arguments. The pieces of a call together are a JSON object, unless the answer was cut inside it."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
+class ToolCallEnd(msgspec.Struct, frozen=True):
     """Nothing more comes for this call. Every call that starts ends."""
 
     index: int
@@ -63,8 +60,7 @@ class ToolCallEnd:
 Event = ReasoningText | ContentText | ToolCallStart | ToolCallArguments | ToolCallEnd
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """What some tokens added: events in order, no two neighbours mergeable; how many of the tokens belong to the answer (fewer
     than were pushed where the answer ended among them); and what ended it: a stop string, or `</tool_call>` where one call is all
     that may be made."""
@@ -139,6 +135,7 @@ class Answer:
         self._content: list[str] = []
         self._pending = ""
         self._is_blank = True
+        self._is_flowing = False
         self._stop: str | None = None
         self._ended = False
         self._new: list[tuple[Event, list[str]]] = []
@@ -156,6 +153,29 @@ class Answer:
 
     def push(self, ids: Iterable[int]) -> Step:
         """Takes tokens. Once the answer has ended, more of them count for nothing."""
+        ids = tuple(ids)
+        if self._is_flowing and self._tag_of.keys().isdisjoint(ids):
+            return self._flow(ids)
+        step = self._read_tokens(ids)
+        self._is_flowing = not (self._ended or self._may_turn()) and (
+            self.phase == "reasoning" or not (self._pending or self._is_blank)
+        )
+        return step
+
+    def _flow(self, ids: tuple[int, ...]) -> Step:
+        """Ordinary tokens where nothing is held back, looked for or about to turn: what `_read_tokens` would make of them."""
+        text = self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, ids)))
+        if self.phase == "reasoning":
+            self.reasoning_tokens += len(ids)
+            if text:
+                self._reasoning.append(text)
+                return Step((ReasoningText(text),), len(ids))
+        elif text:
+            self._content.append(text)
+            return Step((ContentText(text),), len(ids))
+        return Step((), len(ids))
+
+    def _read_tokens(self, ids: tuple[int, ...]) -> Step:
         count = 0
         run: list[bytes] = []
         may_turn, bytes_of = self._may_turn(), self._tokenizer.token_bytes
@@ -352,7 +372,7 @@ class Answer:
 
     def _end(self) -> None:
         """The answer is over: the last of the content, unless it is blank and there are calls."""
-        self._ended = True
+        self._ended, self._is_flowing = True, False
         if not self._calls:
             self._is_blank = False
         self._release(0)

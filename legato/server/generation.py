@@ -16,6 +16,8 @@ from itertools import accumulate
 from types import TracebackType
 from typing import Literal, Protocol, Self, cast
 
+import msgspec
+
 from legato.engine.messages import Progress
 from legato.server.answer import AnswerMessage, Event, Phase, Step
 from legato.server.client import GenerationRequest, RequestRefused
@@ -120,8 +122,7 @@ class Timings:
         return 1 + self.accepted / self.rounds if self.rounds else None
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceStep:
+class ChoiceStep(msgspec.Struct, frozen=True):
     """What one iteration brought to one choice. `finish_reason` is set on its last one; `stop` then is the stop string, if any.
 
     `logprobs` has one entry per token id where they were asked for.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -132,6 +133,9 @@ async def serve(
                     doorway.application = app
                     seconds = time.monotonic() - started
                     metrics.startup = {"load": client.info.load_seconds, "total": seconds}
+                    # All that stands now stays: looking through it at every full collection would hold up every stream.
+                    gc.collect()
+                    gc.freeze()
                     on_ready(Ready(client.info, metrics.model, address_of(settings.listen, sock), seconds))
                     await _until_end(client, stop, settings.drain_s)
             finally:

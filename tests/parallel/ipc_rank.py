@@ -1,4 +1,5 @@
-"""One rank process of tests/parallel/test_ipc.py: `ipc_rank.py RANK RANKS PORT TASK CALLS`; prints a JSON object."""
+"""One rank process of tests/parallel/test_ipc.py: `ipc_rank.py RANK RANKS PORT TASK CALLS LANES`; prints a JSON
+object. LANES: pairs of inboxes that are used at once."""
 
 import json
 import sys
@@ -27,7 +28,8 @@ def expected(residual, partials, weight):
     return all_reduce_add_norm.reference(partials[0], residual, weight, EPS, Recorded((), tuple(partials[1:])))
 
 
-def parity(ipc, calls):
+def parity(ipcs, calls):
+    (ipc,) = ipcs
     wrong = 0
     for call in range(calls):
         residual, partials, weight = draw(call, (6, 1, 16, 128)[call % 4], ipc.mesh.size)
@@ -40,42 +42,54 @@ def parity(ipc, calls):
     return {"wrong": wrong}
 
 
-def skewed(ipc, calls):
-    """Graphs of 50 calls with pauses of up to 15 us on each rank, other pauses between graphs; every sum is checked."""
-    rank, ranks = ipc.mesh.rank, ipc.mesh.size
+def skewed(ipcs, calls):
+    """Graphs of 50 calls with pauses of up to 15 us on each rank, other pauses between graphs; every sum is checked.
+
+    Each pair of inboxes has graphs and a stream of its own: on one GPU two processes take turns of milliseconds, and each turn
+    then brings every pair a call further.
+    """
+    rank, ranks, lanes = ipcs[0].mesh.rank, ipcs[0].mesh.size, len(ipcs)
     residual, _, weight = draw(0, 6, ranks)
     partials = [draw(1 + step, 6, ranks)[1] for step in range(STEPS)]
     sums, h = [], residual
     for step in range(STEPS):
         h, _ = expected(h, partials[step], weight)
         sums.append(h)
-    pauses = torch.randint(0, 30000, (STEPS + 64,), generator=torch.Generator().manual_seed(100 + rank)).tolist()
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    drawn = torch.Generator().manual_seed(100 + rank)
+    pauses = torch.randint(0, 30000, (lanes, STEPS + 64), generator=drawn).tolist()
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in ipcs]
+    streams = [torch.cuda.Stream() for _ in ipcs]
 
-    def steps():
+    def steps(lane):
         h = residual
         for step in range(STEPS):
-            torch.cuda._sleep(pauses[step])
-            h, _ = ipc.add_norm(partials[step][rank], h, weight, EPS)
-            wrong.add_((h != sums[step]).sum())
+            torch.cuda._sleep(pauses[lane][step])
+            h, _ = ipcs[lane].add_norm(partials[step][rank], h, weight, EPS)
+            wrong[lane].add_((h != sums[step]).sum())
 
-    steps()
+    steps(0)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        steps()
-    began, made = time.monotonic(), STEPS
-    while made < calls:
-        torch.cuda._sleep(pauses[STEPS + made % 64])
-        graph.replay()
+    graphs = [torch.cuda.CUDAGraph() for _ in ipcs]
+    for lane, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=streams[lane]):
+            steps(lane)
+    torch.cuda.synchronize()
+    began, made = time.monotonic(), 0
+    while made * lanes < calls:
+        for lane, graph in enumerate(graphs):
+            with torch.cuda.stream(streams[lane]):
+                torch.cuda._sleep(pauses[lane][STEPS + made // STEPS % 64])
+                graph.replay()
         made += STEPS
     torch.cuda.synchronize()
-    ipc.check()
-    return {"wrong": int(wrong), "calls": made, "seconds": time.monotonic() - began}
+    for ipc in ipcs:
+        ipc.check()
+    return {"wrong": sum(map(int, wrong)), "calls": made * lanes, "lanes": lanes, "seconds": time.monotonic() - began}
 
 
-def absent(ipc, calls):
+def absent(ipcs, calls):
     """The last rank never calls."""
+    (ipc,) = ipcs
     residual, partials, weight = draw(0, 6, ipc.mesh.size)
     if ipc.mesh.rank == ipc.mesh.size - 1:
         return {}
@@ -91,19 +105,21 @@ def absent(ipc, calls):
 
 
 def main():
-    rank, ranks, port, calls = (int(sys.argv[index]) for index in (1, 2, 3, 5))
+    rank, ranks, port, calls, lanes = (int(sys.argv[index]) for index in (1, 2, 3, 5, 6))
     torch.cuda.set_device(rank % torch.cuda.device_count())
     for op in implemented("sm90"):
         if op.folder == "reduce":
             op.bound = op.implementations["sm90"]
     mesh = Mesh(rank, ranks)
     meet = StoreMeeting.at(RankAddress(rank, ranks, "127.0.0.1", port, serves_store=rank == 0), 60)
-    ipc = connect(mesh, meet, InboxShape(ranks, WIDTH), {"absent": 0.5}.get(sys.argv[4], 20), None)
+    patience_s = {"absent": 0.5}.get(sys.argv[4], 20)
+    ipcs = [connect(mesh, meet, InboxShape(ranks, WIDTH), patience_s, None) for _ in range(lanes)]
     with torch.inference_mode():
-        result = {"parity": parity, "skewed": skewed, "absent": absent}[sys.argv[4]](ipc, calls)
+        result = {"parity": parity, "skewed": skewed, "absent": absent}[sys.argv[4]](ipcs, calls)
     torch.cuda.synchronize()
     meet(b"")
-    ipc.close()
+    for ipc in ipcs:
+        ipc.close()
     print(json.dumps(result), flush=True)
     if rank == 0:
         time.sleep(1)  # it serves the store in which the others meet

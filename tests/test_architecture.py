@@ -49,7 +49,7 @@ TORCH_FREE = (
     "cli/preflight",
     "cli/faults",
 )
-LOCAL_IMPORTS_ALLOWED = {"__main__.py", "ops/op.py", "cli/bench_commands.py"}
+LOCAL_IMPORTS_ALLOWED = {"__main__.py", "ops/op.py", "cli/bench_commands.py", "cli/share_commands.py"}
 SERVER_MAY_IMPORT = ("legato.server", "legato.engine.messages", "legato.types", "legato.config")
 OPS_MAY_IMPORT = ("legato.ops",)
 IMPORT_NOTHING_OF_OURS = ("types.py", "config.py")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,18 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Noted:
+    """Calls of ops with their arguments, in order. Bytes are counted afterwards, since counting launches kernels of its own."""
+
+    held: frozenset[int]
+    made: list[tuple[Op[..., Any], tuple[Any, ...]]] = field(default_factory=list[tuple[Op[..., Any], tuple[Any, ...]]])
+
+    def calls(self) -> list[Call]:
+        """With their bytes."""
+        return [Call(op.name, bytes_needed(op, arguments, self.held)) for op, arguments in self.made]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One kernel: its name, the op that launched it, and its part of the op's bytes (all of them at its first kernel)."""
 
@@ -44,10 +56,10 @@ class Piece:
 
 
 @contextlib.contextmanager
-def noted(weights: object, mark: Callable[[], object] = lambda: None) -> Iterator[list[Call]]:
+def noted(weights: object, mark: Callable[[], object] = lambda: None) -> Generator[Noted]:
     """While it lasts, calls of ops are noted, in order, and `mark` is called before and after each. A call within a call belongs
     to the outer one."""
-    held, calls, depth = storages(weights), list[Call](), [0]
+    found, depth = Noted(storages(weights)), [0]
 
     def wrapped(op: Op[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*arguments: Any, **named: Any) -> Any:
@@ -60,7 +72,7 @@ def noted(weights: object, mark: Callable[[], object] = lambda: None) -> Iterato
                 mark()
             finally:
                 depth[0] = 0
-            calls.append(Call(op.name, bytes_needed(op, (*arguments, *named.values()), held)))
+            found.made.append((op, (*arguments, *named.values())))
             return result
 
         return noting
@@ -69,7 +81,7 @@ def noted(weights: object, mark: Callable[[], object] = lambda: None) -> Iterato
     try:
         for op, bound in before.items():
             op.bound = replace(bound, run=wrapped(op, bound.run))
-        yield calls
+        yield found
     finally:
         for op, bound in before.items():
             op.bound = bound
@@ -118,7 +130,7 @@ def _tensors(values: Sequence[object]) -> Iterator[Tensor]:
         elif isinstance(value, tuple | list):
             yield from _tensors(cast("Sequence[object]", value))
         elif is_dataclass(value) and not isinstance(value, type):
-            own = {field.name: getattr(value, field.name) for field in fields(value)}
+            own = {part.name: getattr(value, part.name) for part in fields(value)}
             yield from _tensors(list({**own, **getattr(value, "__dict__", {})}.values()))
 
 

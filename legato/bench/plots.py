@@ -1,14 +1,14 @@
 """Pictures of measurements, from their JSON lines.
 
 Owns what is drawn and its look; needs matplotlib, the extra `plots`. Nothing is measured or computed here but medians. Called by
-`legato bench pareto`, `isl`, `timeline` and `report`.
+`legato bench pareto`, `isl`, `slice`, `ablate`, `timeline` and `report`.
 """
 
 # pyright: basic
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,123 @@ def isl(lines: Sequence[Line]) -> Figure:
     return figure
 
 
+def share(lines: Sequence[Line]) -> Figure:
+    """One rank's share: over the context where that varies, else one user against all users."""
+    return share_by_context(lines) if len({line["context"] for line in lines}) > 1 else share_by_users(lines)
+
+
+def share_by_context(lines: Sequence[Line]) -> Figure:
+    """Iteration time over the context, the bytes' floor dashed, and tokens/s where an accept length was given."""
+    has_tokens = all("tokens_per_s_simulated" in line for line in lines)
+    figure, axes = _new(1 + has_tokens, height=4.6)
+    for colour, (name, points) in zip(_cycle(), _by_name(lines, _share_name), strict=False):
+        points = sorted(points, key=lambda line: line["context"])
+        x = [line["context"] for line in points]
+        axes[0].plot(x, [line["median_us"] / 1e3 for line in points], "o-", color=colour, label=name)
+        if all(line["floor_us"] for line in points):
+            axes[0].plot(x, [line["floor_us"] / 1e3 for line in points], "--", color=colour, alpha=0.6)
+        if has_tokens:
+            for key, style in (("tokens_per_s_simulated", "-"), ("tokens_per_s_simulated_with_exchanges", ":")):
+                axes[1].plot(x, [line[key] for line in points], f"o{style}", color=colour)
+    titles = [
+        "ms per iteration (dashed: what its bytes need)",
+        "tokens/s of one user, SIMULATED (dotted: exchanges modelled)",
+    ]
+    for axis, title in zip(axes, titles, strict=False):
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="tokens of context")
+        axis.set_ylim(bottom=0)
+        axis.set_title(title, loc="left", fontsize=10)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def share_by_users(lines: Sequence[Line]) -> Figure:
+    """Tokens/s of all users per GPU against tokens/s of one, for the accept length that was given; without one, iterations/s."""
+    has_tokens = all("tokens_per_s_simulated" in line for line in lines)
+    figure, (axis,) = _new(height=5)
+    for colour, (name, points) in zip(_cycle(), _by_name(lines, lambda line: _share_name(line, "k")), strict=False):
+        points = sorted(points, key=lambda line: line["batch"])
+        tokens = [line["accept_length"] if has_tokens else 1.0 for line in points]
+        for key, style in (("median_us", "o-"), ("floor_us", "--")):
+            if all(line[key] for line in points):
+                one = [1e6 * count / line[key] for count, line in zip(tokens, points, strict=True)]
+                of_all = [rate * line["batch"] / line["case"]["tp"] for rate, line in zip(one, points, strict=True)]
+                label = name if key == "median_us" else None
+                axis.plot(one, of_all, style, color=colour, alpha=1.0 if label else 0.5, label=label)
+                if label:
+                    for x, y, line in zip(one, of_all, points, strict=True):
+                        axis.annotate(
+                            str(line["batch"]),
+                            (x, y),
+                            xytext=(5, 4),
+                            textcoords="offset points",
+                            fontsize=8,
+                            color=colour,
+                        )
+    what = "tokens/s (SIMULATED accept length)" if has_tokens else "iterations/s"
+    axis.set(xlabel=f"{what} of one user", ylabel=f"{what} of all users, per GPU", yscale="log")
+    axis.set_xlim(left=0)
+    axis.legend(fontsize=8)
+    title = "Numbers: users at a time. Dashed: what bytes allow. Upper right is better."
+    axis.set_title(title, fontsize=10, loc="left")
+    return figure
+
+
+def _context_axis(axis: Any) -> None:
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(
+        lambda tokens, _: f"{tokens / 1024:g}K" if tokens < 1 << 20 else f"{tokens / 2**20:g}M"
+    )
+    axis.set(xlabel="tokens of context")
+
+
+def _share_name(line: Line, varied: str = "") -> str:
+    """What tells a curve from the others: format, ranks, drafts, users, experts."""
+    case = line["case"]
+    words = [str(case.get("format", "")).upper(), f"TP {case['tp']}", f"K = {line['k']}"]
+    words += [f"{case['drafts']} drafts"] if case.get("drafts", "stored") != "stored" else []
+    words += [f"dense {case['dense'].upper()}"] if case.get("dense", "stored") != "stored" else []
+    words += [f"{line['distinct_experts']:g} experts"] if line["distinct_experts"] else []
+    words += [f"{line['batch']} users"] if varied != "k" and line["batch"] > 1 else []
+    return ", ".join(word for word in words if word)
+
+
+def _by_name(lines: Sequence[Line], name: Callable[[Line], str]) -> list[tuple[str, list[Line]]]:
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(name(line), []).append(line)
+    return list(groups.items())
+
+
+def ablate(lines: Sequence[Line]) -> Figure:
+    """How much longer an iteration is without each decision; beside it a draft step over the context, sharing or not."""
+    steps = [line for line in lines if line.get("draft_step_us")]
+    figure, axes = _new(1 + bool(steps), height=max(3.4, 0.34 * len(lines) + 1))
+    shown = [line for line in lines if line["times"] != 1.0][::-1]
+    for number, line in enumerate(shown):
+        colour = COLOURS[0 if line["times"] >= 1 else 2]
+        axes[0].barh(number, line["times"] - 1, left=1, color=colour)
+        label = f" {line['times']:.2f} ({line['median_us'] / 1e3:.2f} ms)"
+        axes[0].annotate(label, (max(line["times"], 1), number), xytext=(3, -3), textcoords="offset points", fontsize=8)
+    names = [f"{line['decision']}: {line['implementation']}, {line['context']:,}" for line in shown]
+    axes[0].set_yticks(range(len(shown)), names, fontsize=8)
+    axes[0].axvline(1, color="#1d2330", linewidth=1)
+    axes[0].margins(x=0.3)
+    axes[0].set_title("times the iteration as it is (1.00)", loc="left", fontsize=10)
+    axes[0].grid(axis="y", visible=False)
+    if steps:
+        for colour, (variant, points) in zip(_cycle(), _grouped(steps, "implementation"), strict=False):
+            points = sorted(points, key=lambda line: line["context"])
+            x = [line["context"] for line in points]
+            axes[1].plot(x, [line["draft_step_us"] for line in points], "o-", color=colour, label=variant)
+        _context_axis(axes[1])
+        axes[1].set_ylim(bottom=0)
+        axes[1].set_title("us of a draft step", loc="left", fontsize=10)
+        axes[1].legend(fontsize=8)
+    return figure
+
+
 def serve(lines: Sequence[Line]) -> Figure:
     """Median and p99 of each latency, a group of bars per run."""
     figure, axes = _new(3)
@@ -179,7 +296,7 @@ def _grouped(lines: Sequence[Line], key: str) -> list[tuple[Any, list[Line]]]:
     groups: dict[Any, list[Line]] = {}
     for line in lines:
         groups.setdefault(line.get(key), []).append(line)
-    return sorted(groups.items(), key=lambda item: -1 if item[0] is None else item[0])
+    return sorted(groups.items(), key=lambda item: (item[0] is not None, item[0] if item[0] is not None else 0))
 
 
 def _words(case: Any) -> str:

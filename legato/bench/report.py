@@ -91,6 +91,48 @@ SECTIONS = (
         ),
     ),
     Section(
+        "slice",
+        "One rank's share",
+        "An iteration of one rank of a tensor-parallel group, on one device, by the engine's own code. Dashed: what the bytes of "
+        "weights and caches need at the rate at which memory gives them.",
+        "Other ranks: exchanges loop back and are modelled apart. Contexts are written, not prefilled. Weights may be drawn. "
+        "Tokens per second follow from an accept length that was given, not measured.",
+        plots.share,
+        (
+            ("model", lambda line: line["name"]),
+            ("format", lambda line: line["case"].get("format", "as stored")),
+            ("drafts", lambda line: line["case"].get("drafts")),
+            ("TP", lambda line: line["case"]["tp"]),
+            ("layers", lambda line: line["case"]["layers"]),
+            ("K", lambda line: line["k"]),
+            ("users", lambda line: line["batch"]),
+            ("context", lambda line: line["context"]),
+            ("experts reached", lambda line: line["experts_reached"]),
+            ("ms per iteration", lambda line: line["median_us"] / 1e3),
+            ("bytes need, ms", lambda line: None if line["floor_us"] is None else line["floor_us"] / 1e3),
+            ("exchanges, modelled, ms", lambda line: line["exchanges_modelled_us"] / 1e3),
+            ("accept length", _accept),
+            ("tokens/s, simulated", lambda line: line.get("tokens_per_s_simulated_with_exchanges")),
+        ),
+    ),
+    Section(
+        "ablate",
+        "What each decision is worth",
+        "The same iteration with one design decision taken away: graphs cut, ops bound to other implementations, weights in "
+        "other formats. Above 1, the decision pays.",
+        "What others published was measured by them, on other machines, on their engine: it says what to expect.",
+        plots.ablate,
+        (
+            ("taken away", lambda line: line["decision"]),
+            ("in its place", lambda line: line["implementation"]),
+            ("context", lambda line: line["context"]),
+            ("ms per iteration", lambda line: line["median_us"] / 1e3),
+            ("times the whole", lambda line: line["times"]),
+            ("draft step, us", lambda line: line["draft_step_us"]),
+            ("published", lambda line: line["claim"]),
+        ),
+    ),
+    Section(
         "serve",
         "A server under load",
         "Latencies count from the moment at which a request should have been sent; time per token leaves out the tokens of the "

@@ -178,3 +178,18 @@ def _experts_reached(standing: Steady, share: Share) -> float:
     if not bool(hidden.isfinite().all()):
         raise SliceError("hidden states are not finite: selection and routing were not those of numbers")
     return statistics.fmean(counts) if counts else 0.0
+
+
+def accept_length_at(accept_length: float, most_drafts: int, num_drafts: int) -> float:
+    """What an accept length with `most_drafts` drafts would be with fewer, if each draft behind accepted ones is accepted with
+    the same chance: with chance p and K drafts, 1 + p + ... + p^K tokens come out of an iteration.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        chance = (low + high) / 2
+        low, high = (chance, high) if _tokens(chance, most_drafts) < accept_length else (low, chance)
+    return accept_length if num_drafts == most_drafts else _tokens(high, num_drafts)
+
+
+def _tokens(chance: float, num_drafts: int) -> float:
+    return sum(chance**draft for draft in range(num_drafts + 1))

@@ -100,13 +100,13 @@ def attribute(steady: Steady, share: Share) -> list[Piece]:
     mark.sinc_()
     torch.cuda.synchronize()
     with (
-        noted([share.weights, None if mtp is None else mtp.head], mark.sinc_) as calls,
+        noted([share.weights, None if mtp is None else mtp.head], mark.sinc_) as found,
         profile(activities=[ProfilerActivity.CUDA]) as profiled,
     ):
         decoder.run(bucket, PlainDraw(choose_greedy))
         torch.cuda.synchronize()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
-    return pieces(Trace.of(profiled.profiler.kineto_results.events()).device, calls)
+    return pieces(Trace.of(profiled.profiler.kineto_results.events()).device, found.calls())
 
 
 def write(folder: Path, title: str, conditions: str, recorded: Sequence[Recorded]) -> None:

@@ -7,7 +7,7 @@ behind verification, and behind draft-extend. Called by `legato.bench.ablate`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -29,7 +29,7 @@ Between = Literal["nothing", "host"]
 
 
 @contextlib.contextmanager
-def split(steady: Steady, between: Between) -> Iterator[SplitGraphs]:
+def split(steady: Steady, between: Between) -> Generator[SplitGraphs]:
     """While it lasts, the runner launches three graphs for an iteration: verification, draft-extend, the chain of drafts."""
     decoder = steady.runner.decoder
     assert decoder is not None, "a CPU runs no graphs"
@@ -43,7 +43,7 @@ def split(steady: Steady, between: Between) -> Iterator[SplitGraphs]:
 
 
 @contextlib.contextmanager
-def without_graphs(steady: Steady) -> Iterator[None]:
+def without_graphs(steady: Steady) -> Generator[None]:
     """While it lasts, every kernel of an iteration is launched by the host."""
     decoder = steady.runner.decoder
     assert decoder is not None, "a CPU runs no graphs"
@@ -89,11 +89,12 @@ class _Metadata:
     def __post_init__(self) -> None:
         runner = self.steady.runner
         width = runner.settings.num_drafts + 1
-        self.rows = torch.zeros((3, len(self.lengths), width), dtype=torch.int64, device=runner.rows.tokens.device)
+        size = 3 * len(self.lengths) * width
+        self.rows = torch.zeros(size, dtype=torch.int64, device=runner.rows.tokens.device)
 
     def write(self) -> None:
         """For rows behind the lengths as the host knows them."""
-        width = self.rows.shape[2]
+        width = self.steady.runner.settings.num_drafts + 1
         positions = [length + row for length in self.lengths for row in range(width)]
         visible = [position + 1 for position in positions]
         slots = [PAGE_SIZE * (1 + position // PAGE_SIZE) + position % PAGE_SIZE for position in positions]

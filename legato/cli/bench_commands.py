@@ -6,12 +6,11 @@ Imports what a subcommand needs when it runs, so that `legato --help` needs no t
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Literal
 
 import typer
 
-from legato.cli import options
+from legato.cli import options, share_commands
 from legato.cli.flags import EngineFlags
 
 app = typer.Typer(no_args_is_help=True, help="Measures Legato, or any server.")
@@ -77,70 +76,8 @@ def bench_skeleton(
     run(model, ranks, num_drafts, device, json)
 
 
-@app.command("slice")
-def bench_slice(
-    model: Annotated[
-        str | None, typer.Argument(help="Directory or hub id of a checkpoint.", show_default=False)
-    ] = None,
-    dims: Annotated[
-        str | None, typer.Option(help="A published shape in place of a checkpoint: glm-5.2.", show_default=False)
-    ] = None,
-    tp: Annotated[int, typer.Option(help="Ranks that share the model; one of them is measured.")] = 8,
-    rank: Annotated[int, typer.Option(help="Which of them.")] = 0,
-    layers: Annotated[
-        int | None, typer.Option(help="Only the first so many decoder layers (and the MTP layer).", show_default=False)
-    ] = None,
-    dummy: Annotated[
-        bool, typer.Option("--dummy", help="Draw weights on the device; of a checkpoint, read config.json alone.")
-    ] = False,
-    format: Annotated[str, typer.Option(help="Of drawn weights: nvfp4, fp8, int4, int4-fp8 or bf16.")] = "nvfp4",
-    context: Annotated[
-        str,
-        typer.Option(
-            help="Tokens that each request holds (written, not prefilled): one number or several, as 8K,80000."
-        ),
-    ] = "8K",
-    k: Annotated[int, typer.Option("--num-drafts", "--k", "-k", help="Tokens drafted per iteration, 0 to 7.")] = 5,
-    batch: Annotated[str, typer.Option(help="Requests: one number or several, as 1,4.")] = "1",
-    distinct_experts: Annotated[
-        str | None,
-        typer.Option(
-            help="Experts that one request's rows reach in a drawn layer, on average, as 44,33; by default routing is even.",
-            show_default=False,
-        ),
-    ] = None,
-    accept_length: Annotated[
-        float | None,
-        typer.Option(
-            "--simulate-accept-length",
-            show_default=False,
-            help="Print tokens per second for so many tokens per iteration, as simulated.",
-        ),
-    ] = None,
-    iterations: Annotated[int, typer.Option(help="Iterations that are timed.")] = 50,
-    draft_weights: options.DraftWeights = "stored",
-    dense_format: options.DenseFormat = "stored",
-    latent: options.Latent = "auto",
-    device: options.Device = "auto",
-    op: options.Ops = None,
-    kernels: Annotated[int, typer.Option(help="Show so many kernels, the longest in all first (on a GPU).")] = 20,
-    json: Annotated[
-        Path | None, typer.Option(help="Append the figure as a JSON object to this file.", show_default=False)
-    ] = None,
-) -> None:
-    """Times one rank's iteration on one device: the engine's own code on a share of the weights, without the other ranks.
-
-    Exchanges between ranks are counted, modelled and printed apart. Without a checkpoint it is GLM-5.2 with drawn weights.
-    """
-    from legato.bench.steady import Work
-    from legato.cli.flags import numbers, overrides
-    from legato.cli.slice import Asked, works
-    from legato.cli.slice import bench_slice as run
-
-    asked = Asked(model, dims, tp, rank, layers, dummy, format, draft_weights, dense_format, device, accept_length)
-    one = Work(1, 1, k, iterations, None, latent, overrides(op or []))
-    experts = numbers("--distinct-experts", distinct_experts) if distinct_experts is not None else [None]
-    run(asked, [*works(numbers("--context", context), numbers("--batch", batch), experts, one)], kernels, json)
+app.command("slice")(share_commands.bench_slice)
+app.command("ablate")(share_commands.bench_ablate)
 
 
 @app.command("serve")
@@ -282,7 +219,7 @@ def bench_pareto(
 
     Exit code 1 if a request failed.
     """
-    pictures = _pictures(plot)
+    pictures = share_commands.pictures_for(plot)
     from legato.bench.load.arrivals import ClosedLoop
     from legato.bench.load.endpoint import Endpoint
     from legato.bench.load.prompts import Source
@@ -324,7 +261,7 @@ def bench_isl(
     plot: Plot = None,
 ) -> None:
     """Iteration time, accept length and tokens/s over the length of the prompt, for one user."""
-    pictures = _pictures(plot)
+    pictures = share_commands.pictures_for(plot)
     from legato.cli.figures import bench_isl as run
     from legato.cli.flags import numbers
 
@@ -347,7 +284,7 @@ def bench_isl(
 @app.command("timeline")
 def bench_timeline(paths: Paths, plot: Plot = None) -> None:
     """What became faster: figures that were recorded more than once, from the first record to the last."""
-    pictures = _pictures(plot)
+    pictures = share_commands.pictures_for(plot)
     from legato.cli.figures import bench_timeline as run
 
     found = run(paths)
@@ -364,12 +301,3 @@ def bench_report(
     from legato.cli.pictures import write_report
 
     write_report(paths, output)
-
-
-def _pictures(plot: Path | None) -> ModuleType | None:
-    """What draws, if a picture is asked for: a missing matplotlib is noticed before anything is measured."""
-    if plot is None:
-        return None
-    from legato.cli import pictures
-
-    return pictures

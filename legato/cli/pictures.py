@@ -1,7 +1,7 @@
 """Pictures and the report page of `legato bench`, written to files.
 
 Importing it fails with a ConfigError where matplotlib is missing: so it is imported before anything is measured. Called by
-`legato.cli.bench_commands`.
+`legato.cli.bench_commands` and `share_commands`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ def pareto(found: Sequence[Line], path: Path) -> None:
 def isl(found: Sequence[Line], path: Path) -> None:
     """Over the length of the prompt."""
     _save(plots.isl(found), path)
+
+
+def share(found: Sequence[Line], path: Path) -> None:
+    """One rank's share: over the context where that varies, else one user against all users."""
+    _save(plots.share(found), path)
+
+
+def ablate(found: Sequence[Line], path: Path) -> None:
+    """What each decision is worth."""
+    _save(plots.ablate(found), path)
 
 
 def timeline(found: Sequence[Series], path: Path) -> None:

@@ -1,25 +1,27 @@
 """`legato bench slice`: one rank's share of an iteration on this device, its kernels, and what a group would make of it.
 
-Owns the combination of flags and what the terminal shows. Called by `legato.cli.bench_commands`.
+Owns the combination of flags and what the terminal shows. Called by `legato.cli.share_commands` and `ablate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from legato.bench import slice_trace
 from legato.bench.kernels import KernelTime
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.share import Share, drawn, first_layers, loaded, routed
-from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, fields, measure, simulated
-from legato.bench.steady import SliceError, Work
+from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, accept_length_at, fields, measure, simulated
+from legato.bench.steady import SliceError, Work, steady
 from legato.cli.bench import device_named
 from legato.config import MAX_DRAFTS, ConfigError
 from legato.engine.start import open_checkpoint, targets_of
@@ -55,75 +57,161 @@ class Asked:
     accept_length: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What becomes of the figures: so many kernels in a table, lines appended to a file, a recording in a folder."""
+
+    kernels: int
+    path: Path | None
+    trace: Path | None
+    trace_iterations: int
+
+
 def works(
-    contexts: Sequence[int], batches: Sequence[int], experts: Sequence[float | None], one: Work
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    experts: Sequence[float | None],
+    drafts: Sequence[int],
+    one: Work,
 ) -> Iterator[Work]:
     """Every combination, in everything else like `one`."""
-    for distinct, batch, context in product(experts, batches, contexts):
-        yield replace(one, context=context, batch=batch, distinct_experts=distinct)
+    for num_drafts, distinct, batch, context in product(drafts, experts, batches, contexts):
+        yield replace(one, context=context, batch=batch, distinct_experts=distinct, num_drafts=num_drafts)
 
 
-def bench_slice(asked: Asked, listed: Sequence[Work], num_shown: int, path: Path | None) -> None:
-    """Builds the share once; measures, prints and records each piece of work.
+def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict[str, Any]]:
+    """Builds the share once; measures, prints and records each piece of work. Returns the lines.
 
     Raises:
         ConfigError, SpecError, CheckpointError: for what cannot be measured; what was measured before is in the file.
     """
     if not listed:
-        raise ConfigError("--context, --batch and --distinct-experts need a number each")
-    num_drafts = listed[0].num_drafts
-    if not 0 <= num_drafts <= MAX_DRAFTS:
-        raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {num_drafts}")
-    if min(min(work.batch, work.context, work.iterations) for work in listed) < 1:
-        raise ConfigError("--batch, --context and --iterations must be at least 1")
-    if asked.accept_length is not None and not 1 <= asked.accept_length <= num_drafts + 1:
-        raise ConfigError(
-            f"--simulate-accept-length must be between 1 and k + 1 = {num_drafts + 1}, got {asked.accept_length:g}"
-        )
+        raise ConfigError("--context, --batch, --num-drafts and --distinct-experts need a number each")
+    check(asked, listed)
     console, device = Console(), device_named(asked.device)
+    if shown.trace is not None and (len(listed) > 1 or device.type != "cuda"):
+        raise ConfigError("--trace records one piece of work on a GPU: give one number each, and --device cuda")
     try:
         # First of all: what is bound packs the weights as they are made.
         bound = bind(targets_of(str(device)), dict(listed[0].ops))
     except BindError as error:
         raise ConfigError(f"--op: {error}") from error
-    share = _share(asked, listed, device)
-    for work in listed:
-        _measure(console, asked, share, work, bound, num_shown, path)
+    share = share_of(asked, listed, device)
+    most = max(work.num_drafts for work in listed)
+    return [_measure(console, asked, share, work, bound, shown, most) for work in listed]
+
+
+def check(asked: Asked, listed: Sequence[Work]) -> None:
+    """Refuses numbers that cannot be. Raises ConfigError."""
+    drafts = [work.num_drafts for work in listed]
+    if not 0 <= min(drafts) <= max(drafts) <= MAX_DRAFTS:
+        raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {', '.join(map(str, sorted(set(drafts))))}")
+    if min(min(work.batch, work.context, work.iterations) for work in listed) < 1:
+        raise ConfigError("--batch, --context and --iterations must be at least 1")
+    if asked.accept_length is not None and not 1 <= asked.accept_length <= max(drafts) + 1:
+        raise ConfigError(
+            f"--simulate-accept-length must be between 1 and k + 1 = {max(drafts) + 1}, got {asked.accept_length:g}"
+        )
 
 
 def _measure(
-    console: Console,
-    asked: Asked,
-    share: Share,
-    work: Work,
-    bound: Bindings,
-    num_shown: int,
-    path: Path | None,
-) -> None:
+    console: Console, asked: Asked, share: Share, work: Work, bound: Bindings, shown: Shown, most_drafts: int
+) -> dict[str, Any]:
     device = share.weights.embed.device
-    if _is_drawn(asked):
+    if is_drawn(asked):
         share = routed(share, work.distinct_experts, work.num_drafts + 1)
     try:
         figure = measure(share, work, device, bound)
     except SliceError as error:
         raise ConfigError(str(error)) from error
     setting = Setting.here(device)
-    drawn_as = {"format": asked.format, "weights": "dummy"} if _is_drawn(asked) else {"weights": "checkpoint"}
-    line = fields(share, work, figure, setting.gpu, {**drawn_as, "drafts": asked.drafts, "dense": asked.dense})
+    line = fields(share, work, figure, setting.gpu, case_of(asked))
     if asked.accept_length is not None:
-        line |= simulated(figure, asked.accept_length)
+        line |= simulated(figure, accept_length_at(asked.accept_length, most_drafts, work.num_drafts))
     _print(console, asked, share, work, figure, line, setting)
-    if num_shown and figure.kernels:
-        console.print(_table(figure.kernels, num_shown))
-    if path is not None:
-        append(path, [line], setting)
+    if shown.kernels and figure.kernels:
+        console.print(_table(figure.kernels, shown.kernels))
+    lines = [line]
+    if shown.trace is not None:
+        lines.append(_trace(console, asked, share, work, shown, setting))
+    if shown.path is not None:
+        append(shown.path, lines, setting)
+    return {**line, **asdict(setting)}
 
 
-def _is_drawn(asked: Asked) -> bool:
+def _trace(console: Console, asked: Asked, share: Share, work: Work, shown: Shown, setting: Setting) -> dict[str, Any]:
+    """Records the steady state, writes its files, prints the figures and the ops; returns the line of the record."""
+    assert shown.trace is not None
+    standing = steady(share, work, share.weights.embed.device, extra_iterations=shown.trace_iterations)
+    found = slice_trace.record("", standing, shown.trace_iterations, slice_trace.attribute(standing, share))
+    title = (
+        f"{share.spec.name}, {share.spec.num_layers} layers, rank of {share.communicator.mesh.size}: {work.batch} requests of "
+        f"{work.context:,} tokens, K = {work.num_drafts}"
+    )
+    slice_trace.write(shown.trace, title, conditions_of(setting), [found])
+    print_trace(console, found, shown.trace)
+    return {**trace_case(share, work, asked), "implementation": "one graph", **found.fields()}
+
+
+def trace_case(share: Share, work: Work, asked: Asked) -> dict[str, Any]:
+    """What a line of a recording says besides its figures."""
+    mesh = share.communicator.mesh
+    return {
+        "bench": "trace",
+        "name": share.spec.name,
+        "case": {"tp": mesh.size, "layers": share.spec.num_layers, **case_of(asked)},
+        "batch": work.batch,
+        "context": work.context,
+        "k": work.num_drafts,
+        "distinct_experts": work.distinct_experts,
+        "context_synthetic": True,
+        "correct": None,
+    }
+
+
+def conditions_of(setting: Setting) -> str:
+    """Where and when, in a line."""
+    return f"{setting.gpu}, driver {setting.driver}, {setting.clocks}, commit {setting.commit}, {setting.date}"
+
+
+def print_trace(console: Console, found: slice_trace.Recorded, folder: Path) -> None:
+    """The figures of a recording, and its ops."""
+    figures = found.view.figures
+    waited = ", ".join(f"{count} x {name}" for name, count in {**found.waits, **found.allocations}.items())
+    console.print(
+        f"{found.view.name or 'recorded'}: {figures.num_iterations} iterations of {figures.iteration_us:,.1f} us, busy "
+        f"{figures.busy_percent:.2f} %, gap {figures.gap_us:.1f} us (worst {figures.worst_gap_us:.1f}), "
+        f"{figures.kernels:,.0f} kernels; the host waited or allocated: {waited or 'never'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("op", "launches", "us", "us its bytes need", "us above", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for op in found.view.ops:
+        needs = "-" if op.floor_us is None else f"{op.floor_us:.1f}"
+        table.add_row(op.op, str(op.launches), f"{op.us:.1f}", needs, f"{op.above_us:.1f}")
+    console.print(table)
+    console.print(f"{folder / 'trace.html'}, {folder / 'trace.json.gz'} (ui.perfetto.dev)", highlight=False)
+
+
+def case_of(asked: Asked) -> dict[str, str]:
+    """What tells figures apart besides numbers."""
+    drawn_as = {"format": asked.format, "weights": "dummy"} if is_drawn(asked) else {"weights": "checkpoint"}
+    return {**drawn_as, "drafts": asked.drafts, "dense": asked.dense}
+
+
+def is_drawn(asked: Asked) -> bool:
+    """Whether weights are drawn rather than read."""
     return asked.dummy or asked.model is None
 
 
-def _share(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
+def share_of(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
+    """The share that the flags name.
+
+    Raises:
+        ConfigError, SpecError, CheckpointError: they contradict one another, or name nothing that can be had.
+    """
     if asked.model is not None and asked.dims is not None:
         raise ConfigError("give a model or --dims, not both")
     if asked.dims is not None and asked.dims not in DIMENSIONS:
@@ -136,7 +224,7 @@ def _share(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:
     except ValueError as error:
         raise ConfigError(f"--rank and --tp: {error}") from error
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if not _is_drawn(asked):
+    if not is_drawn(asked):
         if asked.layers is not None or any(work.distinct_experts is not None for work in listed):
             raise ConfigError(
                 "--layers and --distinct-experts need --dummy: a checkpoint has its layers and its router"
@@ -183,7 +271,7 @@ def _print(
         )
     if "accept_length" in line:
         lines.append(
-            f"SIMULATED accept length {line['accept_length']}: {line['tokens_per_s_simulated']:.1f} tokens/s, "
+            f"SIMULATED accept length {line['accept_length']:.2f}: {line['tokens_per_s_simulated']:.1f} tokens/s, "
             f"{line['tokens_per_s_simulated_with_exchanges']:.1f} with modelled exchanges"
         )
     lines.append(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}")

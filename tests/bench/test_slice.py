@@ -17,7 +17,7 @@ from legato.bench.share import drawn, first_layers, routed
 from legato.bench.slice import fields, measure, simulated
 from legato.bench.steady import SliceError, Work
 from legato.bench.trace import Span
-from legato.cli.slice import Asked, bench_slice
+from legato.cli.slice import Asked, Shown, bench_slice
 from legato.config import ConfigError
 from legato.model.checkpoint import Checkpoint
 from legato.model.convert import Target
@@ -98,7 +98,7 @@ def test_flags_that_contradict_are_refused(changes: dict[str, object], message: 
         "device": "cpu", "accept_length": None,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        bench_slice(Asked(**{**given, **changes}), [WORK], 0, None)
+        bench_slice(Asked(**{**given, **changes}), [WORK], Shown(0, None, None, 0))
 
 
 def test_more_layers_than_there_are_are_refused(tiny: ModelSpec) -> None:

@@ -1,0 +1,143 @@
+"""`legato bench ablate`: one design decision after the other taken away, in a table beside what was published about it.
+
+Owns what the terminal shows. Called by `legato.cli.share_commands`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from legato.bench import slice_trace
+from legato.bench.ablate import CLAIMS, Ablation, measure
+from legato.bench.ablate import Asked as Ablated
+from legato.bench.record import Setting, append
+from legato.bench.share import Share, routed
+from legato.bench.split import PARTS, split
+from legato.bench.steady import SliceError, Work, steady
+from legato.cli.bench import device_named
+from legato.cli.slice import (
+    Asked,
+    Shown,
+    case_of,
+    check,
+    conditions_of,
+    is_drawn,
+    print_trace,
+    share_of,
+    trace_case,
+)
+from legato.config import ConfigError
+from legato.engine.start import targets_of
+from legato.model.lean import DraftWeights
+
+
+def bench_ablate(
+    asked: Asked, work: Work, decisions: str, contexts: Sequence[int], shown: Shown
+) -> list[dict[str, Any]]:
+    """Measures, prints and records. Returns the lines of the ablations.
+
+    Raises:
+        ConfigError: for what cannot be measured; what was measured before is in the file.
+    """
+    check(asked, [replace(work, context=context) for context in (work.context, *contexts)])
+    console, device = Console(), device_named(asked.device)
+    if shown.trace is not None and device.type != "cuda":
+        raise ConfigError("--trace records a GPU: use --device cuda")
+
+    def draw(drafts: DraftWeights) -> Share:
+        share = share_of(replace(asked, drafts=drafts.value), [work], device)
+        return routed(share, work.distinct_experts, work.num_drafts + 1) if is_drawn(asked) else share
+
+    wanted = Ablated(work, _decisions(decisions), contexts, draw, targets_of(str(device)), device)
+    found: list[Ablation] = []
+    lines: list[dict[str, Any]] = []
+    setting = Setting.here(device)
+    case = {key: value for key, value in case_of(asked).items() if key != "drafts"}
+    try:
+        for share, one in measure(wanted):
+            console.print(_words(one), style="dim", highlight=False)
+            found.append(one)
+            lines.append(one.line(share, work, case))
+            if shown.path is not None:
+                append(shown.path, lines[-1:], setting)
+    except SliceError as error:
+        raise ConfigError(str(error)) from error
+    console.print(_table(found), _published(found), sep="\n", soft_wrap=True, highlight=False)
+    console.print(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}", style="dim")
+    if shown.trace is not None:
+        _trace(console, asked, draw(DraftWeights.STORED), work, shown)
+    return [{**line, **asdict(setting)} for line in lines]
+
+
+def _decisions(text: str) -> tuple[str, ...]:
+    if text == "all":
+        return tuple(CLAIMS)
+    names = {name.lower(): name for name in CLAIMS}
+    asked = [part.strip().lower() for part in text.split(",") if part.strip()]
+    unknown = [part for part in asked if part not in names]
+    if unknown or not asked:
+        raise ConfigError(f"--decisions must be all or some of {', '.join(CLAIMS)}, got {text!r}")
+    return tuple(names[part] for part in asked)
+
+
+def _words(one: Ablation) -> str:
+    step = "" if one.draft_step_us is None else f", a draft step {one.draft_step_us:.1f} us"
+    return (
+        f"{one.decision}: {one.variant}, {one.context:,} tokens: {one.spread.median_us / 1e3:.3f} ms, "
+        f"{one.times:.3f} times the whole{step}"
+    )
+
+
+def _table(found: Sequence[Ablation]) -> Table:
+    table = Table("taken away", "in its place", "context", "ms", "times", "draft step, us", box=None)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for one in found:
+        table.add_row(
+            one.decision,
+            one.variant,
+            f"{one.context:,}",
+            f"{one.spread.median_us / 1e3:.3f}",
+            f"{one.times:.3f}",
+            "" if one.draft_step_us is None else f"{one.draft_step_us:.1f}",
+        )
+    return table
+
+
+def _published(found: Sequence[Ablation]) -> str:
+    """What was published about the decisions in the table, a line each."""
+    shown = dict.fromkeys(one.decision for one in found if one.decision in CLAIMS)
+    return "\n".join(
+        ["published (SGLang v0.5.15.post1, its authors):", *(f"  {name}: {CLAIMS[name]}" for name in shown)]
+    )
+
+
+def _trace(console: Console, asked: Asked, share: Share, work: Work, shown: Shown) -> None:
+    """The pair: three graphs with the host between them, and the one graph."""
+    assert shown.trace is not None
+    device = share.weights.embed.device
+    setting = Setting.here(device)
+    standing = steady(share, work, device, extra_iterations=2 * shown.trace_iterations)
+    attributed = slice_trace.attribute(standing, share)
+    recorded: list[slice_trace.Recorded] = []
+    pair = (
+        ("three graphs, the host between them", split(standing, "host"), PARTS),
+        ("one graph", contextlib.nullcontext(), 1),
+    )
+    for name, graphs, parts in pair:
+        with graphs:
+            recorded.append(slice_trace.record(name, standing, shown.trace_iterations, attributed, parts))
+        print_trace(console, recorded[-1], shown.trace)
+    title = f"{share.spec.name}, {share.spec.num_layers} layers: an iteration as three graphs and as one"
+    slice_trace.write(shown.trace, title, conditions_of(setting), recorded)
+    if shown.path is not None:
+        lines = [
+            {**trace_case(share, work, asked), "implementation": one.view.name, **one.fields()} for one in recorded
+        ]
+        append(shown.path, lines, setting)

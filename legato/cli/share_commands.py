@@ -1,0 +1,166 @@
+"""The subcommands of `legato bench` over one rank's share of a model: their flags and help.
+
+Imports what a subcommand needs when it runs, as `legato.cli.bench_commands` does, which puts these among its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from legato.cli import options
+
+Model = Annotated[str | None, typer.Argument(help="Directory or hub id of a checkpoint.", show_default=False)]
+Dims = Annotated[
+    str | None, typer.Option(help="A published shape in place of a checkpoint: glm-5.2.", show_default=False)
+]
+Tp = Annotated[int, typer.Option(help="Ranks that share the model; one of them is measured.")]
+Rank = Annotated[int, typer.Option(help="Which of them.")]
+Layers = Annotated[
+    int | None, typer.Option(help="Only the first so many decoder layers (and the MTP layer).", show_default=False)
+]
+Dummy = Annotated[
+    bool, typer.Option("--dummy", help="Draw weights on the device; of a checkpoint, read config.json alone.")
+]
+Format = Annotated[str, typer.Option(help="Of drawn weights: nvfp4, fp8, int4, int4-fp8 or bf16.")]
+Contexts = Annotated[
+    str,
+    typer.Option(help="Tokens that each request holds (written, not prefilled): one number or several, as 8K,80000."),
+]
+Experts = Annotated[
+    str | None,
+    typer.Option(
+        help="Experts that one request's rows reach in a drawn layer, on average, as 44,33; by default routing is even.",
+        show_default=False,
+    ),
+]
+Iterations = Annotated[int, typer.Option(help="Iterations that are timed.")]
+Json = Annotated[
+    Path | None, typer.Option(help="Append each figure as a JSON object to this file.", show_default=False)
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also record iterations kernel by kernel: a folder for trace.html and trace.json.gz (on a GPU).",
+        show_default=False,
+    ),
+]
+TraceIterations = Annotated[int, typer.Option(help="Iterations that are recorded.")]
+Plot = Annotated[
+    Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf (needs matplotlib).", show_default=False)
+]
+
+
+def bench_slice(
+    model: Model = None,
+    dims: Dims = None,
+    tp: Tp = 8,
+    rank: Rank = 0,
+    layers: Layers = None,
+    dummy: Dummy = False,
+    format: Format = "nvfp4",
+    context: Contexts = "8K",
+    k: Annotated[
+        str,
+        typer.Option("--num-drafts", "--k", "-k", help="Tokens drafted per iteration, 0 to 7: one number or several."),
+    ] = "5",
+    batch: Annotated[str, typer.Option(help="Requests: one number or several, as 1,4.")] = "1",
+    distinct_experts: Experts = None,
+    accept_length: Annotated[
+        float | None,
+        typer.Option(
+            "--simulate-accept-length",
+            show_default=False,
+            help="Print tokens per second for so many tokens per iteration, as simulated. Of several numbers of drafts it is "
+            "that of the largest; for fewer, drafts are taken to be accepted with equal chances.",
+        ),
+    ] = None,
+    iterations: Iterations = 50,
+    draft_weights: options.DraftWeights = "stored",
+    dense_format: options.DenseFormat = "stored",
+    latent: options.Latent = "auto",
+    device: options.Device = "auto",
+    op: options.Ops = None,
+    kernels: Annotated[int, typer.Option(help="Show so many kernels, the longest in all first (on a GPU).")] = 20,
+    trace: Trace = None,
+    trace_iterations: TraceIterations = 1000,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Times one rank's iteration on one device: the engine's own code on a share of the weights, without the other ranks.
+
+    Exchanges between ranks are counted, modelled and printed apart. Without a checkpoint it is GLM-5.2 with drawn weights.
+    """
+    pictures = pictures_for(plot)
+    from legato.bench.steady import Work
+    from legato.cli.flags import numbers, overrides
+    from legato.cli.slice import Asked, Shown, works
+    from legato.cli.slice import bench_slice as run
+
+    asked = Asked(model, dims, tp, rank, layers, dummy, format, draft_weights, dense_format, device, accept_length)
+    one = Work(1, 1, 0, iterations, None, latent, overrides(op or []))
+    experts = numbers("--distinct-experts", distinct_experts) if distinct_experts is not None else [None]
+    listed = works(numbers("--context", context), numbers("--batch", batch), experts, numbers("--num-drafts", k), one)
+    found = run(asked, [*listed], Shown(kernels, json, trace, trace_iterations))
+    if pictures is not None and plot is not None:
+        pictures.share(found, plot)
+
+
+def bench_ablate(
+    model: Model = None,
+    dims: Dims = None,
+    tp: Tp = 8,
+    layers: Layers = None,
+    dummy: Dummy = False,
+    format: Format = "nvfp4",
+    context: Annotated[str, typer.Option(help="Tokens that each request holds (written, not prefilled).")] = "8K",
+    contexts: Annotated[
+        str, typer.Option(help="The same, several, for what depends on it: draft steps that share a selection.")
+    ] = "4K,80000,1000000",
+    k: Annotated[int, typer.Option("--num-drafts", "--k", "-k", help="Tokens drafted per iteration, 0 to 7.")] = 5,
+    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
+    distinct_experts: Experts = None,
+    decisions: Annotated[
+        str,
+        typer.Option(
+            help="Which, separated by commas; all: overlap, one graph, IndexShare, top-k, prologue, GEMM, "
+            "draft weights."
+        ),
+    ] = "all",
+    iterations: Iterations = 50,
+    device: options.Device = "auto",
+    trace: Trace = None,
+    trace_iterations: TraceIterations = 100,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Times the iteration with one design decision after the other taken away, beside what was published about each.
+
+    Nothing has a second loop: graphs are cut, and ops bound to other implementations. With --trace, three graphs with the host
+    between them and the one graph are recorded as a pair.
+    """
+    pictures = pictures_for(plot)
+    from legato.bench.steady import Work
+    from legato.cli.ablate import bench_ablate as run
+    from legato.cli.flags import numbers
+    from legato.cli.slice import Asked, Shown
+
+    asked = Asked(model, dims, tp, 0, layers, dummy, format, "stored", "stored", device, None)
+    (one,), experts = numbers("--context", context), numbers("--distinct-experts", distinct_experts or "")
+    work = Work(batch, one, k, iterations, experts[0] if experts else None, "auto", {})
+    shown = Shown(0, json, trace, trace_iterations)
+    found = run(asked, work, decisions, numbers("--contexts", contexts), shown)
+    if pictures is not None and plot is not None:
+        pictures.ablate(found, plot)
+
+
+def pictures_for(plot: Path | None) -> ModuleType | None:
+    """What draws, if a picture is asked for: a missing matplotlib is noticed before anything is measured."""
+    if plot is None:
+        return None
+    from legato.cli import pictures
+
+    return pictures

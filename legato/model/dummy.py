@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -32,6 +33,9 @@ from legato.quant.weight import Experts, Weight
 DRAWN_EXPERTS = 16
 """Experts that are drawn; the others, and those of every further layer of the format, are copies in another order. A copy is read
 from its own memory, which is what counts."""
+
+
+_FIRST_EXPERT = "mlp.experts.0.gate_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,9 @@ class DummyReader:
         self._spec, self._mesh, self._recipe = spec, mesh, recipe
         self._entries = {entry.name: entry for entry in expected(spec)}
         self._templates: dict[Format, Experts] = {}
+        self._layers_left = Counter(
+            recipe.layout(entry, spec) for entry in self._entries.values() if entry.name.endswith(_FIRST_EXPERT)
+        )
         self._num_layers_drawn = 0
 
     def float_tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,11 +105,16 @@ class DummyReader:
         names = [f"{prefix}0.{part}_proj" for part in ("gate", "up", "down")]
         entries = [self._entries[name] for name in names]
         stored = self._recipe.layout(entries[0], self._spec)
+        if self._device.type == "cuda":
+            # What the layer before left free would be cut into pieces: memory that almost fits the weights has no room for gaps.
+            torch.cuda.empty_cache()
         if stored not in self._templates:
             triples = self._triples(stored, entries, num_experts)
             self._templates[stored] = collect(stored, triples, num_experts, self.dtype, self._device)
         self._num_layers_drawn += 1
-        return _rolled(self._templates[stored], self._num_layers_drawn)
+        self._layers_left[stored] -= 1
+        template = self._templates[stored] if self._layers_left[stored] > 0 else self._templates.pop(stored)
+        return _rolled(template, self._num_layers_drawn)
 
     def head_rows(self) -> int:
         """Rows of this rank's output head."""

@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional
 
 from legato.ops.experts import moe_fp8_block
-from legato.ops.gemm import linear_fp8_block
+from legato.ops.gemm import linear_fp8_block, linear_fp8_block_normed
 from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.ops.op import Op
-from legato.ops.pointwise import rms_norm, swiglu
+from legato.ops.pointwise import swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
@@ -58,7 +58,7 @@ class Fp8BlockWeight:
         return linear_fp8_block(x, *self._packed, residual)
 
     def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.linear(rms_norm(x, norm, eps))
+        return linear_fp8_block_normed(x, norm, eps, *self._packed)
 
     def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
         return swiglu(self.linear(x))

@@ -243,6 +243,11 @@ def _normed(draw: Draw) -> Rowwise:
     return Rowwise((draw.normal(POOL, 128),), lambda x: ops.linear_bf16_normed(x, norm, 1e-5, weight))
 
 
+def _normed_fp8(draw: Draw) -> Rowwise:
+    norm, weight = draw.normal(256), fp8_weight(draw, 192, 256)
+    return Rowwise((draw.normal(POOL, 256),), lambda x: ops.linear_fp8_block_normed(x, norm, 1e-5, *weight))
+
+
 def _gated(draw: Draw) -> Rowwise:
     weight = ops.linear_swiglu.pack(draw.normal(512, 128))
     return Rowwise((draw.normal(POOL, 128),), lambda x: ops.linear_swiglu(x, weight))
@@ -296,6 +301,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     **{f"linear transposed {width}x{depth}": _transposed(width, depth) for width, depth in ((832, 256), (72, 48))},
     **{f"linear packed {width}x{depth}": _packed(width, depth) for width, depth in ((832, 256), (8192, 256), (48, 24))},
     "linear_bf16_normed": _normed,
+    "linear_fp8_block_normed": _normed_fp8,
     "linear_swiglu": _gated,
     "prologue_full": _prologue,
     "mtp_inputs": _mtp,

@@ -165,6 +165,11 @@ def linear_bf16_normed(x, norm, eps, weight):
 
 
 @oracle
+def linear_fp8_block_normed(x, norm, eps, weight, scale_inv):
+    return rms_norm(x, norm, eps) @ _fp8(weight, scale_inv).T
+
+
+@oracle
 def linear_swiglu(x, gate_up):
     gate, up = (double(x) @ double(gate_up).T).chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up

@@ -79,6 +79,15 @@ def linear_fp8_block(x: Tensor, weight: Tensor, scale_inv: Tensor, residual: Ten
 
 
 @op
+def linear_fp8_block_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor, scale_inv: Tensor) -> Tensor:
+    """rms_norm(x, norm, eps) @ W.T where W is stored as for `linear_fp8_block`: its rows are normed on the way in.
+
+    x [T, K], norm [K], weight e4m3 [N, K], scale_inv float32 [ceil(N/128), ceil(K/128)] -> [T, N] in x's dtype.
+    """
+    return linear_fp8_block.reference(rms_norm.reference(x, norm, eps), weight, scale_inv)
+
+
+@op
 def linear_nvfp4(x: Tensor, packed: Tensor, scale: Tensor, scale_2: Tensor, residual: Tensor | None = None) -> Tensor:
     """x @ W.T (+ residual) where W is stored as NVFP4; see `dequantize_nvfp4`.
 
@@ -152,20 +161,22 @@ def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dty
     )
 
 
-def _normed_case(rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
+def _normed_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
     outputs, inputs = shape
+    is_fp8 = linear.name == "linear_fp8_block_normed"
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        x, norm = draw.normal(rows, inputs, dtype=dtype, scale=3.0), 1 + draw.normal(inputs, dtype=dtype, scale=0.2)
+        dense = (draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5),)
+        return x, norm, 1e-5, *(fp8_weight(draw, outputs, inputs) if is_fp8 else dense)
+
     return Case(
-        linear_bf16_normed,
-        f"linear_bf16_normed rows={rows} n={outputs} k={inputs} {str(dtype)[6:]}",
-        lambda draw: (
-            draw.normal(rows, inputs, dtype=dtype, scale=3.0),
-            1 + draw.normal(inputs, dtype=dtype, scale=0.2),
-            1e-5,
-            draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5),
-        ),
+        linear,
+        f"{linear.name} rows={rows} n={outputs} k={inputs} {str(dtype)[6:]}",
+        make,
         Tolerance(2.0**-6, 2.0**-6) if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
-        weights=(3,),
-        bytes=(outputs * inputs + rows * (outputs + inputs)) * dtype.itemsize,
+        weights=(3, 4) if is_fp8 else (3,),
+        bytes=outputs * inputs * (1 if is_fp8 else dtype.itemsize) + rows * (outputs + inputs) * dtype.itemsize,
         flops=2 * rows * outputs * inputs,
         on=on,
     )
@@ -225,13 +236,15 @@ _DENSE_SHAPES = (
     (6144, 1536),
     (19360, 6144),
 )
+_NORMED = (linear_bf16_normed, linear_fp8_block_normed)
 _FORMATS = (linear_bf16, linear_fp8_block, linear_nvfp4, linear_int4)
 CASES = (
     *(_weight_case(linear_draft, rows, (576, 256), torch.float32, "any") for rows in (1, 5)),
     *(_weight_case(linear_draft, rows, (19360, 6144), torch.bfloat16, "gpu") for rows in (1, 4)),
-    *(_normed_case(rows, (576, 256), torch.float32, "any") for rows in (1, 9)),
+    *(_normed_case(linear, rows, (576, 256), torch.float32, "any") for linear in _NORMED for rows in (1, 9)),
     *(
-        _normed_case(rows, shape, torch.bfloat16, "gpu")
+        _normed_case(linear, rows, shape, torch.bfloat16, "gpu")
+        for linear in _NORMED
         for shape in ((2048, 2048), (6144, 2048))
         for rows in (1, 6, 16)
     ),

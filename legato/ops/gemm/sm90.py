@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_draft, linear_fp8_block, linear_swiglu, sm90_heads
+from legato.ops.gemm import (
+    linear_bf16,
+    linear_bf16_normed,
+    linear_draft,
+    linear_fp8_block,
+    linear_fp8_block_normed,
+    linear_swiglu,
+    sm90_heads,
+)
 from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, tiling
 from legato.ops.pointwise import rms_norm, swiglu
@@ -245,6 +253,12 @@ def run_fp8(x: Tensor, weight: Tensor, scale_inv: Tensor, residual: Tensor | Non
     if not _is_bf16(x, residual):
         return linear_fp8_block.reference(x, weight, scale_inv, residual)
     return _by_library(x, dequantize_fp8_block(weight, scale_inv).to(torch.bfloat16), residual)
+
+
+@linear_fp8_block_normed.on("sm90", pack=pack_fp8)
+def run_fp8_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor, scale_inv: Tensor) -> Tensor:
+    """`rms_norm` as bound, then the product."""
+    return run_fp8(rms_norm(x, norm, eps), weight, scale_inv)
 
 
 @linear_draft.on("sm90", pack=pack_bf16)

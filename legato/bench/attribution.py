@@ -39,11 +39,16 @@ class Noted:
     """Calls of ops with their arguments, in order. Bytes are counted afterwards, since counting launches kernels of its own."""
 
     held: frozenset[int]
-    made: list[tuple[Op[..., Any], tuple[Any, ...]]] = field(default_factory=list[tuple[Op[..., Any], tuple[Any, ...]]])
+    made: list[tuple[Op[..., Any], tuple[Any, ...] | None]] = field(
+        default_factory=list[tuple[Op[..., Any], tuple[Any, ...] | None]]
+    )
 
     def calls(self) -> list[Call]:
-        """With their bytes."""
-        return [Call(op.name, bytes_needed(op, arguments, self.held)) for op, arguments in self.made]
+        """With their bytes; making an op's plan (which has no arguments here) needs none."""
+        return [
+            Call(op.name, 0 if arguments is None else bytes_needed(op, arguments, self.held))
+            for op, arguments in self.made
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ def noted(weights: object, mark: Callable[[], object] = lambda: None) -> Generat
     to the outer one."""
     found, depth = Noted(storages(weights)), [0]
 
-    def wrapped(op: Op[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(op: Op[..., Any], run: Callable[..., Any], is_plan: bool) -> Callable[..., Any]:
         def noting(*arguments: Any, **named: Any) -> Any:
             if depth[0]:
                 return run(*arguments, **named)
@@ -72,7 +77,7 @@ def noted(weights: object, mark: Callable[[], object] = lambda: None) -> Generat
                 mark()
             finally:
                 depth[0] = 0
-            found.made.append((op, (*arguments, *named.values())))
+            found.made.append((op, None if is_plan else (*arguments, *named.values())))
             return result
 
         return noting
@@ -80,7 +85,8 @@ def noted(weights: object, mark: Callable[[], object] = lambda: None) -> Generat
     before = {op: op.bound for op in registered()}
     try:
         for op, bound in before.items():
-            op.bound = replace(bound, run=wrapped(op, bound.run))
+            plan = None if bound.plan is None else wrapped(op, bound.plan, True)
+            op.bound = replace(bound, run=wrapped(op, bound.run, False), plan=plan)
         yield found
     finally:
         for op, bound in before.items():

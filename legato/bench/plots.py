@@ -199,7 +199,7 @@ def ablate(lines: Sequence[Line]) -> Figure:
     """How much longer an iteration is without each decision; beside it a draft step over the context, sharing or not."""
     steps = [line for line in lines if line.get("draft_step_us")]
     figure, axes = _new(1 + bool(steps), height=max(3.4, 0.34 * len(lines) + 1))
-    shown = [line for line in lines if line["times"] != 1.0][::-1]
+    shown = [line for line in lines if line["implementation"] != "as it is"][::-1]
     for number, line in enumerate(shown):
         colour = COLOURS[0 if line["times"] >= 1 else 2]
         axes[0].barh(number, line["times"] - 1, left=1, color=colour)
@@ -208,7 +208,7 @@ def ablate(lines: Sequence[Line]) -> Figure:
     names = [f"{line['decision']}: {line['implementation']}, {line['context']:,}" for line in shown]
     axes[0].set_yticks(range(len(shown)), names, fontsize=8)
     axes[0].axvline(1, color="#1d2330", linewidth=1)
-    axes[0].margins(x=0.3)
+    axes[0].set_xlim(0, 1.25 * max((line["times"] for line in shown), default=1.0))
     axes[0].set_title("times the iteration as it is (1.00)", loc="left", fontsize=10)
     axes[0].grid(axis="y", visible=False)
     if steps:

@@ -84,16 +84,18 @@ def distinct_experts(spec: ModelSpec, rows: int) -> float:
 
 
 def iteration(rank: Rank, num_drafts: int, expert_bits: float = NVFP4_BITS) -> tuple[Launch, ...]:
-    """Verify (K + 1 rows), draft-extend (the same rows) and K - 1 single-row steps of the MTP layer, in order.
+    """Verify (K + 1 rows), draft-extend (the same rows) and K - 1 single-row steps of the MTP layer, launch by launch as the engine
+    makes them on Hopper.
 
     `expert_bits`: of the routed experts' weights in the decoder layers; the MTP layer is kept in bfloat16, as published.
-    Collectives are not launches here. Without drafts the MTP layer does not run.
+    Collectives are not launches here. Without drafts the MTP layer does not run. The few launches between verification and drafts
+    (acceptance, positions) are left out.
     """
     spec, rows = rank.spec, num_drafts + 1
-    launches: list[Launch] = []
+    launches = [Launch("norm", rows)]
     for layer in range(spec.num_layers):
         launches += _layer(rank, rows, layer, expert_bits)
-    launches.append(_head(rank, rows))
+    launches += _head(rank, rows)
     if num_drafts and spec.has_mtp:
         launches += _draft(rank, rows, spec.num_layers)
         for _ in range(num_drafts - 1):
@@ -104,51 +106,54 @@ def iteration(rank: Rank, num_drafts: int, expert_bits: float = NVFP4_BITS) -> t
 def _draft(rank: Rank, rows: int, indexer_layer: int | None) -> Iterator[Launch]:
     """One step of the MTP layer. Chain steps (`None`) reuse the selection; all need the head's weights."""
     hidden = rank.spec.hidden_size
+    yield Launch("mtp_inputs", rows)
     yield Launch("eh_proj", rows, hidden, 2 * hidden)
+    yield Launch("norm", rows)
     yield from _attention(rank, rows, indexer_layer is not None)
     yield from _moe(rank, rows, BF16_BITS)
-    yield _head(rank, 1)
+    yield Launch("add_norm", rows)
+    yield from _head(rank, 1)
 
 
-def _head(rank: Rank, rows: int) -> Launch:
-    return Launch("lm_head", rows, rank.share(rank.spec.vocab_size), rank.spec.hidden_size)
+def _head(rank: Rank, rows: int) -> Iterator[Launch]:
+    yield Launch("lm_head", rows, rank.share(rank.spec.vocab_size), rank.spec.hidden_size)
+    yield Launch("choose", rows)
 
 
 def _layer(rank: Rank, rows: int, layer: int, expert_bits: float) -> Iterator[Launch]:
     yield from _attention(rank, rows, rank.spec.is_full(layer))
     if rank.spec.is_dense(layer):
-        yield from _mlp(rank, rows, "dense", rank.spec.dense_intermediate)
+        hidden, share = rank.spec.hidden_size, rank.share(rank.spec.dense_intermediate)
+        yield Launch("dense_gate_up", rows, 2 * share, hidden)
+        yield Launch("dense_down", rows, hidden, share)
     else:
         yield from _moe(rank, rows, expert_bits)
+    yield Launch("add_norm", rows)
 
 
 def _attention(rank: Rank, rows: int, has_indexer: bool) -> Iterator[Launch]:
-    """The indexer's key and gate projections ride in the first product, its queries in the second."""
+    """The indexer's key and gate projections ride in the first product, its queries in the second; W_UK in what comes between them
+    and the selection."""
     spec, heads = rank.spec, rank.share(rank.spec.num_heads)
     first = spec.q_lora_rank + spec.latent_dim + (spec.index_dim + spec.index_heads if has_indexer else 0)
     yield Launch("qkv_a", rows, first, spec.hidden_size)
     second = heads * spec.qk_dim + (spec.index_heads * spec.index_dim if has_indexer else 0)
     yield Launch("q_b", rows, second, spec.q_lora_rank)
-    yield Launch("absorb_k", rows, heads * spec.kv_lora_rank, spec.nope_dim)
+    yield Launch("prologue", rows, heads * spec.kv_lora_rank, spec.nope_dim)
     if has_indexer:
         yield Launch("index_scores", rows)
         yield Launch("top_k", rows)
     yield Launch("attend", rows)
     yield Launch("absorb_v", rows, heads * spec.v_dim, spec.kv_lora_rank)
     yield Launch("o_proj", rows, spec.hidden_size, heads * spec.v_dim)
-
-
-def _mlp(rank: Rank, rows: int, name: str, width: int) -> Iterator[Launch]:
-    hidden, share = rank.spec.hidden_size, rank.share(width)
-    yield Launch(f"{name}_gate_up", rows, 2 * share, hidden)
-    yield Launch(f"{name}_down", rows, hidden, share)
+    yield Launch("add_norm", rows)
 
 
 def _moe(rank: Rank, rows: int, expert_bits: float) -> Iterator[Launch]:
+    """The router, and all experts in one launch: routed ones in their own bits, counted as so many outputs of bfloat16, and the
+    shared one."""
     spec, hidden = rank.spec, rank.spec.hidden_size
-    share, distinct = rank.share(spec.expert_intermediate), distinct_experts(spec, rows)
+    routed = distinct_experts(spec, rows) * expert_bits / BF16_BITS
     yield Launch("router", rows, spec.num_experts, hidden)
-    yield Launch("experts_w13", rows, round(distinct * 2 * share), hidden, expert_bits)
-    yield Launch("experts_w2", rows, round(distinct * hidden), share, expert_bits)
-    if spec.num_shared_experts:
-        yield from _mlp(rank, rows, "shared", spec.num_shared_experts * spec.expert_intermediate)
+    outputs = round(3 * rank.share(spec.expert_intermediate) * (routed + spec.num_shared_experts))
+    yield Launch("experts", rows, outputs, hidden)

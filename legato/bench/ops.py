@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -170,9 +170,11 @@ def _rotated(
 
 
 def _copy(value: Any) -> Any:
-    """Tensors, and tuples of them, in memory of their own."""
+    """Tensors, and tuples and dataclasses of them, in memory of their own."""
     if isinstance(value, tuple):
         return tuple(_copy(part) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{part.name: _copy(getattr(value, part.name)) for part in fields(value)})
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -63,12 +63,12 @@ class Figure:
 def streamed_shape(launch: Launch) -> tuple[int, int]:
     """Outputs and inputs of a bfloat16 weight of as many bytes (within one strip of 16 outputs) as the launch reads.
 
-    A plain product keeps its shape. The experts' products, which are one small matrix after the other, are one of 2048
+    A plain product keeps its shape. The experts, which are one small matrix after the other, are one of 2048
     inputs with as many outputs as make the bytes equal.
     """
     if not launch.weight_bytes:
         return _NO_WEIGHTS
-    inputs = 2048 if launch.name.startswith("experts") else -(-launch.inputs // _BLOCK) * _BLOCK
+    inputs = 2048 if launch.name == "experts" else -(-launch.inputs // _BLOCK) * _BLOCK
     strips = max(1, round(launch.weight_bytes / (2 * inputs * _STRIP)))
     return strips * _STRIP, inputs
 
@@ -114,21 +114,28 @@ def _calls(
     size = max(place + outputs * inputs for place, outputs, inputs in steps)
     memory = torch.empty(size, device=device, dtype=torch.bfloat16).normal_(std=0.02)
     rows = {inputs: torch.randn(16, inputs, device=device).bfloat16() for _, _, inputs in steps}
-    packed = {shape: _packed_shape(linear, shape) for shape in {(outputs, inputs) for _, outputs, inputs in steps}}
+    packed = {shape: _packed_form(linear, shape) for shape in {(outputs, inputs) for _, outputs, inputs in steps}}
     calls: list[Callable[[], object]] = []
     for launch, (place, outputs, inputs) in zip(launches, steps):
         weight, x = memory[place : place + outputs * inputs].view(outputs, inputs), rows[inputs][: launch.rows]
         # Random numbers are as good in one order as in another: the memory is used as if it had been packed.
-        weight = weight.view(packed[outputs, inputs])
-        calls.append(lambda x=x, weight=weight: linear.run(x, weight))
+        kept = _in_form(packed[outputs, inputs], weight)
+        calls.append(lambda x=x, kept=kept: linear.run(x, kept))
         streamed += weight.nbytes
     return calls, streamed
 
 
-def _packed_shape(linear: Implementation[..., Tensor], shape: tuple[int, int]) -> torch.Size:
-    """The shape that the implementation's `pack` gives a weight of this shape; it computes nothing."""
+def _packed_form(linear: Implementation[..., Tensor], shape: tuple[int, int]) -> Any:
+    """What the implementation's `pack` makes of a weight of this shape, without contents; it computes nothing."""
     weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    return (weight if linear.pack is None else linear.pack(weight)).shape
+    return weight if linear.pack is None else linear.pack(weight)
+
+
+def _in_form(form: Any, weight: Tensor) -> Any:
+    """The weight's memory in such a form: a tensor, or several beside one another of which a call reads one."""
+    if isinstance(form, Tensor):
+        return weight.view(form.shape)
+    return replace(form, **{part.name: weight.view(getattr(form, part.name).shape) for part in fields(form)})
 
 
 def _places(launches: Sequence[Launch]) -> Iterator[tuple[int, int, int]]:
@@ -138,7 +145,7 @@ def _places(launches: Sequence[Launch]) -> Iterator[tuple[int, int, int]]:
     within_step: dict[tuple[int, tuple[int, int]], int] = {}
     position, in_mtp = 0, False
     for launch in launches:
-        if launch.name == "eh_proj":
+        if launch.name == "mtp_inputs":
             position, in_mtp = 0, True
         outputs, inputs = streamed_shape(launch)
         key = (position, (outputs, inputs))

@@ -35,9 +35,10 @@ def test_shapes_of_single_launches() -> None:
     by_name = {launch.name: launch for launch in reversed(iteration(Rank(SPEC, 8), 5))}
     assert (by_name["q_b"].outputs, by_name["q_b"].inputs) == (2048 + 4096, 2048)
     assert (by_name["o_proj"].outputs, by_name["o_proj"].inputs) == (6144, 2048)
-    assert (by_name["shared_gate_up"].outputs, by_name["shared_down"].inputs) == (512, 256)
+    assert by_name["experts"].weight_bytes == pytest.approx(3 * 256 * 6144 * (44.4 * 4.5 / 8 + 2), rel=0.003)
     assert by_name["lm_head"].outputs == 19360 and by_name["top_k"].weight_bytes == 0
     counts = [launch.name for launch in iteration(Rank(SPEC, 8), 5)]
+    assert counts.count("add_norm") == 2 * counts.count("attend") and len(counts) == 902
     assert counts.count("top_k") == 21 + 1 and counts.count("dense_down") == 3 and counts.count("attend") == 78 + 5
 
 

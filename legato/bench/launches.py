@@ -84,8 +84,8 @@ def distinct_experts(spec: ModelSpec, rows: int) -> float:
 
 
 def iteration(rank: Rank, num_drafts: int, expert_bits: float = NVFP4_BITS) -> tuple[Launch, ...]:
-    """Verify (K + 1 rows), draft-extend (the same rows) and K - 1 single-row steps of the MTP layer, launch by launch as the engine
-    makes them on Hopper.
+    """Verify (K + 1 rows), draft-extend (the same rows) and K - 1 single-row steps of the MTP layer, launch by launch as the
+    engine makes them on Hopper.
 
     `expert_bits`: of the routed experts' weights in the decoder layers; the MTP layer is kept in bfloat16, as published.
     Collectives are not launches here. Without drafts the MTP layer does not run. The few launches between verification and drafts
@@ -132,8 +132,8 @@ def _layer(rank: Rank, rows: int, layer: int, expert_bits: float) -> Iterator[La
 
 
 def _attention(rank: Rank, rows: int, has_indexer: bool) -> Iterator[Launch]:
-    """The indexer's key and gate projections ride in the first product, its queries in the second; W_UK in what comes between them
-    and the selection."""
+    """The indexer's key and gate projections ride in the first product, its queries in the second; W_UK in what comes between
+    them and the selection."""
     spec, heads = rank.spec, rank.share(rank.spec.num_heads)
     first = spec.q_lora_rank + spec.latent_dim + (spec.index_dim + spec.index_heads if has_indexer else 0)
     yield Launch("qkv_a", rows, first, spec.hidden_size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
 pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
@@ -257,7 +258,7 @@ def test_launches_pass_what_the_kernels_declare(rows: int, monkeypatch: pytest.M
     monkeypatch.setattr(sm90, "tensor_map", lambda tensor, box, swizzle=0: (tensor.shape, box))
     q, cache = torch.zeros(rows, 32, 128).to(torch.float8_e4m3fn), torch.zeros(4, INDEX_PAGE_BYTES, dtype=torch.uint8)
     table, request = torch.zeros(1, 5, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    scores = sm90.index_scores_sm90(q, torch.zeros(rows, 32), cache, table, request, request)
+    scores = sm90._score._init_fn(q, torch.zeros(rows, 32), cache, table, request, request, None)
     assert scores.shape == (rows, 5 * 64) and scores.dtype == torch.float32
     assert set(launched) == (set(kernels) if rows else set())
     for name, (_, arguments) in launched.items():
@@ -272,6 +273,32 @@ def test_launches_pass_what_the_kernels_declare(rows: int, monkeypatch: pytest.M
             plan is launched["index_scores"][1][-2]
             and plan.numel() == 132 * sm90.RECORD_WORDS + rows * sm90.WINDOW_WORDS
         )
+
+
+def test_shapes_are_known_without_running() -> None:
+    with FakeTensorMode():
+        q = torch.empty(3, 32, 128, dtype=torch.float8_e4m3fn, device="cuda")
+        cache = torch.empty(4, INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
+        table, rest = (torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((1, 5), (3,)))
+        scores = sm90.index_scores_sm90(q, torch.empty(3, 32, device="cuda"), cache, table, rest, rest)
+    assert scores.shape == (3, 320) and scores.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_under_torch_compile() -> None:
+    """In one piece, the plan made before or inside."""
+    made = batch((700, 3000), 6)
+    plan = sm90.plan_scores(made.table, made.request, made.lengths)
+    visible = torch.arange(made.table.shape[1] * 64, device="cuda") < made.lengths.unsqueeze(1)
+    expected = made.scores(plan).masked_fill(~visible, 0)
+    rest = made.arguments()[2:]
+
+    def doubled(gates: Tensor, plan: Tensor | None) -> Tensor:
+        return sm90.index_scores_sm90(made.q, gates * 2, *rest, plan).masked_fill(~visible, 0) / 2
+
+    compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(made.gates, plan), expected) and torch.equal(compiled(made.gates, None), expected)
 
 
 def test_what_the_kernel_serves() -> None:

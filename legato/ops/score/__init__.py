@@ -142,4 +142,5 @@ CASES = (
     _case(6, torch.uint8, (4096,) * 16, "gpu"),
     _case(6, torch.uint8, (0, 1, 64, 3000, 81920, 129), "gpu"),
     _case(8, torch.uint8, (0, 100000, 5), "gpu"),
+    _case(6, torch.uint8, (0, 1, 1 << 20), "gpu"),
 )

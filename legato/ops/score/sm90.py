@@ -96,6 +96,37 @@ def serves(q: Tensor, cache: Tensor) -> bool:
     return q.dtype == torch.float8_e4m3fn and q.shape[1:] == (HEADS, INDEX_WIDTH) and cache.dtype == torch.uint8
 
 
+@torch.library.custom_op("legato::index_scores", mutates_args=(), device_types="cuda")
+def _score(
+    q: Tensor,
+    gates: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    request: Tensor,
+    lengths: Tensor,
+    plan: Tensor | None,
+) -> Tensor:
+    rows, width = q.shape[0], page_table.shape[1]
+    scores = torch.empty(rows, width * PAGE, dtype=torch.float32, device=q.device)
+    if rows:
+        plan = plan_scores(page_table, request, lengths) if plan is None else plan
+        SCORES(_launch(q.device), *_MAPS.of(cache), q, gates, page_table, width, lengths, plan, scores)
+    return scores
+
+
+@_score.register_fake
+def _(
+    q: Tensor,
+    gates: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    request: Tensor,
+    lengths: Tensor,
+    plan: Tensor | None,
+) -> Tensor:
+    return gates.new_empty(q.shape[0], page_table.shape[1] * PAGE)
+
+
 @index_scores.on("sm90", plan=plan_scores)
 def index_scores_sm90(
     q: Tensor,
@@ -120,11 +151,7 @@ def index_scores_sm90(
         raise ValueError(
             f"index_scores: {rows} rows of {width * PAGE} scores are more than 2^32 - 1; score fewer rows at a time"
         )
-    scores = torch.empty(rows, width * PAGE, dtype=torch.float32, device=q.device)
-    if rows:
-        plan = plan_scores(page_table, request, lengths) if plan is None else plan
-        SCORES(_launch(q.device), *_MAPS.of(cache), q, gates, page_table, width, lengths, plan, scores)
-    return scores
+    return torch.ops.legato.index_scores(q, gates, cache, page_table, request, lengths, plan)
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, name: str) -> None:

@@ -7,6 +7,7 @@ runner, and `legato.llm` (which knows the tokenizer).
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import OrderedDict
@@ -25,7 +26,16 @@ MAX_INDENT = 32
 """Between its parts JSON text may hold one space, or one line break and this much indentation: nothing that can run away."""
 CACHED_GRAMMARS = 64
 MAX_LENGTH = 2**20
-"""Characters of a grammar. The time to compile one grows with them; its other limits are llguidance's own."""
+"""Characters of a grammar. The time to compile one grows with them."""
+MAX_PROPERTIES = 2000
+"""Of one object of a JSON schema. Any number of them may be left out, and so any may come next: that costs time and memory."""
+LIMITS = LLParserLimits(
+    max_grammar_size=50_000,  # symbols; compiling takes 3 s there, and its square beyond
+    max_items_in_row=5 * MAX_PROPERTIES,
+    step_max_items=50 * MAX_PROPERTIES,
+    verbose_errors=False,
+)
+"""Where a limit is met behind the start, a grammar is lost and nothing but the end is allowed: so they are wide."""
 LOG = logging.getLogger(__name__)
 
 
@@ -105,6 +115,8 @@ class Grammars:
                 grammar.kind,
                 f"may have {MAX_LENGTH} characters, got {len(grammar.text)}: allow more, by a simpler rule",
             )
+        if grammar.kind == "json_schema" and (count := most_properties(json.loads(grammar.text))) > MAX_PROPERTIES:
+            raise ParameterError(grammar.kind, f"an object may have {MAX_PROPERTIES} properties, got one with {count}")
         if not self.vocabulary.end_ids:
             raise ParameterError(grammar.kind, "needs a checkpoint that names its end tokens")
         if self._tokenizer is None:
@@ -113,9 +125,7 @@ class Grammars:
             tokens = cast(Any, _Tokens(self.vocabulary))
             self._tokenizer = LLTokenizer(tokens, n_vocab=len(self.vocabulary.tokens), eos_token=ends)
         try:
-            matcher = LLMatcher(
-                self._tokenizer, _source(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
-            )
+            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=LIMITS)
         except ValueError as error:
             raise ParameterError(grammar.kind, str(error)) from error
         if matcher.is_error():
@@ -132,6 +142,22 @@ class Grammars:
         if not start.is_error() and mask == 1 << only and only not in self.vocabulary.end_ids:
             start.consume_token(only)
         return start.get_error().splitlines()[0] if start.is_error() else None
+
+
+def most_properties(schema: object) -> int:
+    """The number of properties of the object that has the most, anywhere in a JSON schema."""
+    most, found = 0, [schema]
+    while found:
+        match found.pop():
+            case dict() as fields:
+                properties = fields.get("properties")
+                most = max(most, len(properties) if isinstance(properties, dict) else 0)
+                found += fields.values()
+            case list() as items:
+                found += items
+            case _:
+                pass
+    return most
 
 
 def _source(grammar: Grammar) -> str:

@@ -85,6 +85,7 @@ class EngineClient:
         self._ready: asyncio.Future[messages.EngineInfo] = asyncio.get_running_loop().create_future()
         self._disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open: dict[str, asyncio.Queue[messages.Progress | Exception]] = {}
+        self._untaken: set[str] = set()  # the engine has neither taken nor refused them yet: their grammars are being compiled
         self._leaving: set[str] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -263,11 +264,13 @@ class EngineClient:
             self._watchdog.moved()
             self._quiet.clear()
         self._open[request_id] = gains = asyncio.Queue()
+        self._untaken.add(request_id)
         self._write(frame)
         return gains
 
     def _close_request(self, request_id: str) -> asyncio.Queue[messages.Progress | Exception] | None:
         gains = self._open.pop(request_id, None)
+        self._untaken.discard(request_id)
         if not self._open:
             self._quiet.set()
         return gains
@@ -332,6 +335,7 @@ class EngineClient:
 
     def _pass_on(self, request_id: str, gained: messages.Progress | Exception, is_last: bool) -> None:
         gains = self._open.get(request_id)
+        self._untaken.discard(request_id)
         if is_last:
             self._close_request(request_id)
             self._leaving.discard(request_id)
@@ -352,7 +356,7 @@ class EngineClient:
         ends = [self._child.exited, self._disconnected]
         while not any(end.done() for end in ends) and self._failure is None:
             await asyncio.wait(ends, timeout=self._watchdog.period_s, return_when=asyncio.FIRST_COMPLETED)
-            fault = self._watchdog.fault(len(self._open))
+            fault = self._watchdog.fault(len(self._open.keys() - self._untaken))
             if fault is not None and self._state != "closed":
                 self._fail(EngineFailed(fault))
                 self._child.kill()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from legato.server.client import GRACE_S, EngineClient, EngineFailed
+from legato.types import SamplingParams
 from tests.engine import standin
 from tests.engine.standin import at_work, expected, long, request, run, running, settings, tokens_of
 
@@ -123,6 +124,16 @@ def test_long_work_is_no_stall() -> None:
             async for gained in client.generate(asked):
                 assert not gained.tokens or time.monotonic() - started > 1.2
             await asyncio.sleep(1.5)
+            assert client.state == "ready"
+
+    run(test())
+
+
+def test_a_grammar_that_takes_long_to_compile_is_no_stall() -> None:
+    async def test() -> None:
+        async with running(settings(0.02), stall_s=1.3) as client:
+            asked = request(params=SamplingParams(max_tokens=4, grammar=standin.SLOW))
+            assert (await tokens_of(client, asked))[1] in ("length", "stop")
             assert client.state == "ready"
 
     run(test())
@@ -243,6 +254,7 @@ def children_of(pid: int) -> list[int]:
 
 SERVER = """
 import asyncio, signal, sys
+from legato.types import SamplingParams
 from tests.engine import standin
 from legato.server.client import EngineClient, GenerationRequest
 

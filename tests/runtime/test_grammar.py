@@ -10,11 +10,12 @@ import pytest
 
 from legato.checkpoints import SMALL
 from legato.llm import vocabulary_of
-from legato.runtime.grammar import MAX_INDENT, Gate, Grammars, Vocabulary, allowed_tokens
+from legato.runtime.grammar import MAX_INDENT, MAX_PROPERTIES, Gate, Grammars, Vocabulary, allowed_tokens
 from legato.server.text import Folder, Tokenizer
 from legato.types import Grammar, ParameterError
 
 WIDTH = 6
+MANY = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(MAX_PROPERTIES + 1)}}
 SCHEMA = {
     "type": "object",
     "properties": {"answer": {"type": "integer"}, "why": {"type": "array", "items": {"type": "string"}}},
@@ -254,3 +255,17 @@ def test_masks_as_tensors() -> None:
 def test_a_grammar_longer_than_any_is_refused_at_once(grammars: Grammars) -> None:
     with pytest.raises(ParameterError, match="may have 1048576 characters, got 1048577"):
         grammars.check(Grammar("regex", "a" * (2**20 + 1)))
+
+
+def test_objects_of_many_properties_are_followed_and_of_too_many_refused(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    few = {**MANY, "properties": dict(list(MANY["properties"].items())[:600])}
+    gate = grammars.gate(Grammar("json_schema", json.dumps(few)))
+    for token in tokenizer.encode('{"p5": "x", "p599": "y"}'):
+        assert token in state(gate)
+        gate.accept([token])
+    with pytest.raises(
+        ParameterError, match=f"json_schema: an object may have {MAX_PROPERTIES} properties, got one with"
+    ):
+        grammars.check(Grammar("json_schema", json.dumps({"items": [MANY]})))

@@ -106,9 +106,39 @@ def isl(lines: Sequence[Line]) -> Figure:
     return figure
 
 
-def share(lines: Sequence[Line]) -> Figure:
-    """One rank's share: over the context where that varies, else one user against all users."""
-    return share_by_context(lines) if len({line["context"] for line in lines}) > 1 else share_by_users(lines)
+def share(lines: Sequence[Line]) -> list[Figure]:
+    """One rank's share: over the context where that varies, one user against all users where their number does, and bars for
+    figures of which nothing else varies."""
+    contexts, users, rest = list[Line](), list[Line](), list[Line]()
+    for _, of_one in _by_name(lines, _share_name):
+        varies = len({line["context"] for line in of_one}) > 1
+        (contexts if varies else rest).extend(of_one)
+    for _, of_one in _by_name(rest, lambda line: f"{_share_name(line, 'users')} {line['context']}"):
+        if len({line["batch"] for line in of_one}) > 1:
+            users += of_one
+    rest = [line for line in rest if line not in users]
+    drawn = ((share_by_context, contexts), (share_by_users, users), (share_bars, rest))
+    return [draw(own) for draw, own in drawn if own]
+
+
+def share_bars(lines: Sequence[Line]) -> Figure:
+    """Milliseconds per iteration, and what its bytes need in a darker shade."""
+    figure, (axis,) = _new(height=max(2.0, 0.36 * len(lines) + 1))
+    names: list[str] = []
+    for number, line in enumerate(reversed(lines)):
+        milliseconds = line["median_us"] / 1e3
+        axis.barh(number, milliseconds, color=COLOURS[0], alpha=0.45)
+        if line["floor_us"]:
+            axis.barh(number, line["floor_us"] / 1e3, color=COLOURS[0])
+        axis.annotate(
+            f" {milliseconds:.2f}", (milliseconds, number), xytext=(2, -3), textcoords="offset points", fontsize=8
+        )
+        names.append(f"{_share_name(line)}, {line['context']:,}")
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_xlim(0, 1.15 * max(line["median_us"] for line in lines) / 1e3)
+    axis.set_title("ms per iteration (dark: what its bytes need)", loc="left", fontsize=10)
+    axis.grid(axis="y", visible=False)
+    return figure
 
 
 def share_by_context(lines: Sequence[Line]) -> Figure:
@@ -141,7 +171,7 @@ def share_by_users(lines: Sequence[Line]) -> Figure:
     """Tokens/s of all users per GPU against tokens/s of one, for the accept length that was given; without one, iterations/s."""
     has_tokens = all("tokens_per_s_simulated" in line for line in lines)
     figure, (axis,) = _new(height=5)
-    for colour, (name, points) in zip(_cycle(), _by_name(lines, lambda line: _share_name(line, "k")), strict=False):
+    for colour, (name, points) in zip(_cycle(), _by_name(lines, lambda line: _share_name(line, "users")), strict=False):
         points = sorted(points, key=lambda line: line["batch"])
         tokens = [line["accept_length"] if has_tokens else 1.0 for line in points]
         for key, style in (("median_us", "o-"), ("floor_us", "--")):
@@ -180,11 +210,11 @@ def _context_axis(axis: Any) -> None:
 def _share_name(line: Line, varied: str = "") -> str:
     """What tells a curve from the others: format, ranks, drafts, users, experts."""
     case = line["case"]
-    words = [str(case.get("format", "")).upper(), f"TP {case['tp']}", f"K = {line['k']}"]
+    words = [str(case.get("format", "")).upper(), f"TP {case['tp']}", f"{case['layers']} layers", f"K = {line['k']}"]
     words += [f"{case['drafts']} drafts"] if case.get("drafts", "stored") != "stored" else []
     words += [f"dense {case['dense'].upper()}"] if case.get("dense", "stored") != "stored" else []
     words += [f"{line['distinct_experts']:g} experts"] if line["distinct_experts"] else []
-    words += [f"{line['batch']} users"] if varied != "k" and line["batch"] > 1 else []
+    words += [f"{line['batch']} users"] if varied != "users" and line["batch"] > 1 else []
     return ", ".join(word for word in words if word)
 
 

@@ -34,7 +34,7 @@ class Section:
     title: str
     reading: str
     limits: str
-    draw: Callable[[Sequence[Line]], Figure]
+    draw: Callable[[Sequence[Line]], Figure | list[Figure]]
     columns: tuple[tuple[str, Callable[[Line], Any]], ...]
 
 
@@ -207,9 +207,10 @@ def _section(section: Section, lines: Sequence[Line]) -> list[str]:
         if simulated
         else ""
     )
+    drawn = section.draw(lines)
     return [
         f"<h2>{_text(section.title)}</h2><p>{_text(section.reading)}</p>{warning}",
-        plots.svg(section.draw(lines)),
+        *map(plots.svg, drawn if isinstance(drawn, list) else [drawn]),
         _table(section, lines),
         f"<p class=soft>What it does not show: {_text(section.limits)}</p>",
         f"<details><summary class=soft>Conditions</summary><table><tr>{head}</tr>{rows}</table></details>",

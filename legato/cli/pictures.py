@@ -30,8 +30,10 @@ def isl(found: Sequence[Line], path: Path) -> None:
 
 
 def share(found: Sequence[Line], path: Path) -> None:
-    """One rank's share: over the context where that varies, else one user against all users."""
-    _save(plots.share(found), path)
+    """One rank's share: over the context, over users, or as bars, by what varies. Of several pictures all but the first get a
+    number behind their name."""
+    for number, figure in enumerate(plots.share(found)):
+        _save(figure, path.with_stem(f"{path.stem}-{number + 1}") if number else path)
 
 
 def ablate(found: Sequence[Line], path: Path) -> None:

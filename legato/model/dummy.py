@@ -113,8 +113,9 @@ class DummyReader:
             self._templates[stored] = collect(stored, triples, num_experts, self.dtype, self._device)
         self._num_layers_drawn += 1
         self._layers_left[stored] -= 1
-        template = self._templates[stored] if self._layers_left[stored] > 0 else self._templates.pop(stored)
-        return _rolled(template, self._num_layers_drawn)
+        if not self._layers_left[stored]:
+            return self._templates.pop(stored)  # nobody copies it any more
+        return _rolled(self._templates[stored], self._num_layers_drawn)
 
     def head_rows(self) -> int:
         """Rows of this rank's output head."""

@@ -15,13 +15,17 @@ from torch.nn import functional
 
 from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route, sm90_launch, sm90_route
 from legato.ops.experts import sm90_packing as packing
+from legato.ops.experts.sm90_grouped import grouped
+from legato.ops.experts.sm90_grouped import serves as serves_many
 from legato.ops.experts.sm90_launch import MOST_ROWS, Experts, Packed
-from legato.ops.experts.sm90_many import many_rows, widen_down, widen_gate_up
 from legato.ops.experts.sm90_packing import by_experts
+from legato.ops.experts.sm90_widen import widen_down, widen_gate_up
 from legato.ops.pointwise import swiglu
 
-#: Up to so many rows go through the kernel, MOST_ROWS at a time; more make products of whole experts.
-FEW_ROWS = 512
+#: Up to so many rows go through the kernel, MOST_ROWS at a time; more make products of whole experts, whose rows are sorted.
+FEW_ROWS = 128
+#: Up to so many rows the router's kernel chooses, 64 at a time; for more the library multiplies.
+FEW_ROUTED = 256
 
 
 def pack_route(weight: Tensor) -> Tensor:
@@ -32,12 +36,14 @@ def pack_route(weight: Tensor) -> Tensor:
 
 @route.on("sm90", pack=pack_route)
 def run_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Rows of bfloat16: the kernel, 64 at a time; from 513 rows on, rows of another type, or another weight: the
-    reference."""
+    """Rows of bfloat16: the kernel, 64 at a time; more than `FEW_ROUTED`: the library's product, then the choice. Rows of another
+    type, or another weight: the reference."""
     if weight.dtype is not torch.uint8:
         return route.reference(x, weight, bias, k, scale)
-    if x.dtype is not torch.bfloat16 or not 0 < x.shape[0] <= FEW_ROWS or k > sm90_route.MOST_CHOICES:
+    if x.dtype is not torch.bfloat16 or not x.shape[0] or k > sm90_route.MOST_CHOICES:
         return route.reference(x, sm90_route.restore(weight, bias.shape[0]), bias, k, scale)
+    if x.shape[0] > FEW_ROUTED:
+        return sm90_route.choose_many(weight, x, bias.to(torch.float32).contiguous(), k, scale)
     parts = [sm90_route.choose(weight, rows, bias, k, scale) for rows in _rows(x).split(sm90_route.MOST_ROWS)]
     if len(parts) == 1:
         return parts[0]
@@ -118,7 +124,7 @@ def run_bf16(
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
 ) -> Tensor:
-    """Up to 64 rows of bfloat16: the kernel; more: several launches of it, or products of whole experts.
+    """Up to 128 rows of bfloat16: the kernel, 64 at a time; more: products of whole experts, sorted rows.
 
     Rows of another type and weights that `pack` left unchanged: the reference. So in the other formats.
     """
@@ -188,7 +194,7 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
     if packed.shared13 is not None and packed.shared2 is not None and not inside:
         alone = replace(packed, shared13=None, shared2=None)
         y = _run(form, x, ids, weights, alone)
-        return y + functional.linear(swiglu.reference(functional.linear(x, packed.shared13)), packed.shared2)
+        return y + functional.linear(swiglu(functional.linear(x, packed.shared13)), packed.shared2)
     if x.dtype is not torch.bfloat16:
         return _in_float32(form, x, ids, weights, packed)
     what = Experts(
@@ -205,15 +211,15 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
         return torch.empty_like(x)
     if rows <= MOST_ROWS:
         return sm90_launch.launch(what, packed, x, ids, weights)
-    if rows <= FEW_ROWS:
+    if rows <= FEW_ROWS or not serves_many(what.num_experts, ids.shape[1]):
         parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), weights.split(MOST_ROWS), strict=True)
         return torch.cat([sm90_launch.launch(what, packed, *part) for part in parts])
-    y = many_rows(what, packed, x, ids, weights)
     if packed.shared13 is None or packed.shared2 is None:
-        return y
+        return grouped(what, packed, x, ids, weights)
     gate_up = widen_gate_up("bf16", packed.shared13, None, torch.bfloat16)[0]
     down = widen_down("bf16", packed.shared2, None, torch.bfloat16)[0]
-    return y + functional.linear(swiglu.reference(functional.linear(x, gate_up)), down)
+    shared = functional.linear(swiglu(functional.linear(x, gate_up)), down)
+    return grouped(what, packed, x, ids, weights, shared)
 
 
 def _in_float32(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:

@@ -1,7 +1,7 @@
 # pyright: basic
-"""Packing and launch of `sm90_route.cu`.
+"""Packing and launch of `sm90_route.cu`, and of `sm90_choose.cu` behind the library's product for many rows.
 
-Owns which routers the kernel takes. Must not know experts' weights. Called by `sm90.py`.
+Owns which routers the kernels take. Must not know experts' weights. Called by `sm90.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from legato.ops.build import Kernel, Launch, Source
 from legato.ops.experts.sm90_packing import pack_bf16
 
 _SOURCE = Path(__file__).with_name("sm90_route.cu")
+_CHOOSE = Path(__file__).with_name("sm90_choose.cu")
 #: Rows of a launch, and choices of a row.
 MOST_ROWS, MOST_CHOICES = 64, 32
 _WARPS = 8
@@ -46,13 +47,11 @@ def pack(weight: Tensor) -> Tensor:
 
 def restore(packed: Tensor, num_experts: int) -> Tensor:
     """The float32 [E, D] that `pack` was given."""
-    terms, strips, steps = packed.shape[:3]
-    pieces = packed.view(torch.bfloat16).view(terms, strips, steps, 2, 2, 8, 4, 8)  # half, piece, g, t, column
-    rows = pieces.permute(0, 1, 3, 5, 2, 6, 4, 7).reshape(terms, strips * _EXPERTS, steps * _STEP_K)
-    total = rows[-1].to(torch.float32)
-    for term in range(terms - 2, -1, -1):  # smallest first: every partial sum is exact
-        total = total + rows[term].to(torch.float32)
-    return total[:num_experts]
+    terms = restored_terms(packed, num_experts)
+    total = terms[-1].to(torch.float32)
+    for term in range(terms.shape[0] - 2, -1, -1):  # smallest first: every partial sum is exact
+        total = total + terms[term].to(torch.float32)
+    return total
 
 
 @cache
@@ -77,4 +76,31 @@ def choose(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tup
         programmatic=True,
     )
     kernel(how, packed, x, bias, ids, weights, rows, x.stride(0), k, scale)
+    return ids, weights
+
+
+def restored_terms(packed: Tensor, num_experts: int) -> Tensor:
+    """The bfloat16 matrices [terms, E, D] whose sum `pack` was given."""
+    terms, strips, steps = packed.shape[:3]
+    pieces = packed.view(torch.bfloat16).view(terms, strips, steps, 2, 2, 8, 4, 8)  # half, piece, g, t, column
+    rows = pieces.permute(0, 1, 3, 5, 2, 6, 4, 7).reshape(terms, strips * _EXPERTS, steps * _STEP_K)
+    return rows[:, :num_experts]
+
+
+@cache
+def _chooser(num_experts: int) -> Kernel:
+    return Kernel(Source(_CHOOSE, {"EXPERTS": num_experts}), "choose_rows")
+
+
+def choose_many(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """x [T, D] bfloat16, any number of rows: the library's products in float32, then the choice; k at most 32."""
+    rows, num_experts = x.shape[0], bias.shape[0]
+    terms = restored_terms(packed, num_experts)
+    logits = torch.mm(x, terms[-1].t(), out_dtype=torch.float32)
+    for term in range(terms.shape[0] - 2, -1, -1):  # smallest first, as `restore` adds them
+        logits += torch.mm(x, terms[term].t(), out_dtype=torch.float32)
+    ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
+    how = Launch(grid=(-(-rows // _WARPS),), block=(32 * _WARPS,), programmatic=True)
+    _chooser(num_experts)(how, logits, bias, ids, weights, rows, k, float(scale))
     return ids, weights

@@ -1,0 +1,128 @@
+"""Many rows of the Hopper experts: sorted rows and products of whole experts; and the router for many rows.
+
+Sizes and compilation are tested on any machine that has the compiler; the rest needs a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
+pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+
+from legato.ops import build, route
+from legato.ops.experts import sm90, sm90_grouped, sm90_route
+from legato.ops.op import implemented
+from tests.ops.test_experts_sm90 import Mixture, needs_gpu
+
+FORMS = ("bf16", "fp8", "int4", "nvfp4")
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    """Skips where the compiler's library is not installed."""
+    try:
+        build._nvrtc_version()
+    except RuntimeError as error:  # how cuda.bindings says that the library is not there
+        pytest.skip(f"NVRTC is not installed: {error}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_rings_fit_the_multiprocessor(form: str) -> None:
+    kernel, shared_bytes = sm90_grouped.product(form)
+    macros = kernel.source.defines
+    assert int(macros["STAGES"]) >= 2 and int(macros["SLOTS"]) >= 3
+    static = 8 * sm90_grouped.MOST_TILES + 1024
+    assert shared_bytes + static <= 227 * 1024
+
+
+def test_tables_bound_experts_and_choices() -> None:
+    """However the pairs are spread, the tiles of a launch fit its list."""
+    assert sm90_grouped.serves(256, 8) and not sm90_grouped.serves(1024, 8) and not sm90_grouped.serves(256, 33)
+    for experts, choices in ((256, 8), (512, 32), (8, 2)):
+        rows = min(sm90_grouped.MOST_ROWS, (sm90_grouped.MOST_TILES - experts) * sm90_grouped.MOST_COLUMNS // choices)
+        assert rows >= 1 and experts + rows * choices // sm90_grouped.MOST_COLUMNS <= sm90_grouped.MOST_TILES
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMS)
+def test_products_compile_without_spills(form: str, nvrtc: None) -> None:
+    kernel, shared_bytes = sm90_grouped.product(form)
+    usage = kernel.usage("sm_90a")
+    assert usage.spill_store_bytes == 0 and usage.static_shared_bytes + shared_bytes <= 227 * 1024
+
+
+def test_what_stands_around_compiles(nvrtc: None) -> None:
+    for name in ("count_pairs", "plan_pairs", "place_pairs", "sort_rows", "sum_choices"):
+        assert sm90_grouped.around(name, 256).usage("sm_90a").spill_store_bytes == 0
+
+
+def test_router_terms_are_the_weight() -> None:
+    weight = torch.randn(20, 128)
+    packed = sm90_route.pack(weight)
+    assert torch.equal(sm90_route.restored_terms(packed, 20).float().flip(0).cumsum(0)[-1], weight)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(8, 128, 256, 2), (24, 256, 6144, 8), (10, 2048, 512, 8)], ids=str)
+def test_error_bits_and_graph(form: str, shape: tuple[int, int, int, int], uninitialised_is_nan: None) -> None:
+    """At counts that leave part of a tile, and more than one tile of an expert; repeated calls and a graph agree."""
+    mixture, choices = Mixture(form, *shape[:3]), shape[3]
+    for count in (sm90.FEW_ROWS + 1, 333, 700):
+        x, ids, weights = mixture.rows(count, choices)
+        made = mixture.check(x, ids, weights)
+        assert torch.equal(made, mixture(x, ids, weights))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = mixture(x, ids, weights)
+    graph.replay()
+    assert torch.equal(replayed, made)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_skewed_routing_and_more_rows_than_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows on the same experts, an expert named twice, no expert at all; and a call cut into pieces."""
+    mixture = Mixture("nvfp4", 8, 256, 512)
+    x, ids, weights = mixture.rows(600, 2)
+    for chosen in (torch.tensor([3, 5]), torch.tensor([1, 1]), torch.tensor([-1, 8]), torch.tensor([7, -1])):
+        mixture.check(x, chosen.to(ids).expand_as(ids).where(chosen.to(ids) < 8, -1), weights)
+    whole = mixture(x, ids, weights)
+    monkeypatch.setattr(sm90_grouped, "MOST_ROWS", 256)
+    mixture.check(x, ids, weights)
+    assert torch.allclose(mixture(x, ids, weights).float(), whole.float(), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("terms", [1, 3])
+def test_the_router_of_many_rows(terms: int) -> None:
+    implemented("sm90")
+    op = route.implementations["sm90"]
+    assert op.pack is not None
+    for experts, hidden, k in ((256, 6144, 8), (40, 512, 4), (8, 256, 2)):
+        weight = torch.randn(experts, hidden, device="cuda") * hidden**-0.5
+        weight = weight.bfloat16().float() if terms == 1 else weight
+        bias, x = torch.randn(experts, device="cuda") * 0.3, torch.randn(1000, hidden, device="cuda").bfloat16()
+        ids, weights = op.run(x, op.pack(weight), bias, k, 2.5)
+        gates = torch.sigmoid(x.double() @ weight.double().t())
+        ranked = (gates + bias.double()).sort(dim=-1, descending=True)
+        near = (ranked.values[:, :k] - ranked.values[:, 1 : k + 1]).amin(1) < 3e-6
+        assert torch.equal(ids[~near].long(), ranked.indices[:, :k][~near])
+        chosen = gates.gather(1, ids.long())
+        assert torch.allclose(weights.double(), chosen / chosen.sum(-1, keepdim=True) * 2.5, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_equal_ranks_go_to_the_lower_expert() -> None:
+    implemented("sm90")
+    op = route.implementations["sm90"]
+    assert op.pack is not None
+    packed, bias = op.pack(torch.zeros(256, 512, device="cuda")), torch.zeros(256, device="cuda")
+    ids, weights = op.run(torch.randn(300, 512, device="cuda").bfloat16(), packed, bias, 8, 2.5)
+    assert torch.equal(ids, torch.arange(8, device="cuda", dtype=torch.int32).expand(300, 8))
+    assert torch.allclose(weights, torch.full_like(weights, 2.5 / 8))

@@ -23,6 +23,7 @@ from legato.config import (
     ConfigError,
     ExecutionConfig,
     ScheduleConfig,
+    Switch,
     resolve,
 )
 from legato.plan import Plan
@@ -83,9 +84,11 @@ class Run:
     emitted: int
 
 
-def steady(share: Share, work: Work, device: torch.device, extra_iterations: int = 0) -> Steady:
+def steady(
+    share: Share, work: Work, device: torch.device, extra_iterations: int = 0, graphs: Switch = "auto"
+) -> Steady:
     """A runner with room for the requests and for every iteration that is to come (`extra_iterations` besides those of `work`),
-    its graph where there is a GPU, and the requests in it.
+    its graph where there is a GPU and `graphs` is not off, and the requests in it.
 
     Raises:
         ConfigError: the engine refuses a setting, or the caches do not fit.
@@ -97,7 +100,7 @@ def steady(share: Share, work: Work, device: torch.device, extra_iterations: int
         num_drafts=work.num_drafts,
         cache=CacheConfig(tokens=(standing.num_pages - 1) * PAGE_SIZE, latent=work.latent),  # type: ignore[arg-type]
         schedule=ScheduleConfig(max_running=work.batch, context=context),
-        execution=ExecutionConfig(device=str(device), ops=work.ops),
+        execution=ExecutionConfig(device=str(device), ops=work.ops, graphs=graphs),
     )
     settings = resolve(
         config,

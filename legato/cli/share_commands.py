@@ -5,6 +5,7 @@ Imports what a subcommand needs when it runs, as `legato.cli.bench_commands` doe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from legato.cli import options
+from legato.config import ConfigError
 
 Model = Annotated[str | None, typer.Argument(help="Directory or hub id of a checkpoint.", show_default=False)]
 Dims = Annotated[
@@ -79,6 +81,15 @@ def bench_slice(
         ),
     ] = None,
     iterations: Iterations = 50,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            help="Time prompts in place of iterations (--context, --batch), until their first token: new tokens, or "
+            "new@cached, as 8K,2K@128K.",
+            show_default=False,
+        ),
+    ] = None,
+    chunk: Annotated[int, typer.Option(help="With --prefill: tokens of a prompt in one iteration.")] = 8192,
     draft_weights: options.DraftWeights = "stored",
     dense_format: options.DenseFormat = "stored",
     latent: options.Latent = "auto",
@@ -97,12 +108,22 @@ def bench_slice(
     pictures = pictures_for(plot)
     from legato.bench.steady import Work
     from legato.cli.flags import numbers, overrides
+    from legato.cli.prefill import bench_prefill, prompts
     from legato.cli.slice import Asked, Shown, works
     from legato.cli.slice import bench_slice as run
 
     asked = Asked(model, dims, tp, rank, layers, dummy, format, draft_weights, dense_format, device, accept_length)
     one = Work(1, 1, 0, iterations, None, latent, overrides(op or []))
     experts = numbers("--distinct-experts", distinct_experts) if distinct_experts is not None else [None]
+    if prefill is not None:
+        drafts = numbers("--num-drafts", k)
+        if len(drafts) != 1 or len(experts) != 1:
+            raise ConfigError("--prefill: give one number each as --num-drafts and --distinct-experts")
+        if trace is not None or plot is not None:
+            raise ConfigError("--prefill has no --trace and no --plot: leave them away")
+        work = replace(one, num_drafts=drafts[0], distinct_experts=experts[0])
+        bench_prefill(asked, prompts(prefill, chunk), work, Shown(kernels, json, None, 0))
+        return
     listed = works(numbers("--context", context), numbers("--batch", batch), experts, numbers("--num-drafts", k), one)
     found = run(asked, [*listed], Shown(kernels, json, trace, trace_iterations))
     if pictures is not None and plot is not None:

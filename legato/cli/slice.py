@@ -130,7 +130,7 @@ def _measure(
         line |= simulated(figure, accept_length_at(asked.accept_length, most_drafts, work.num_drafts))
     _print(console, asked, share, work, figure, line, setting)
     if shown.kernels and figure.kernels:
-        console.print(_table(figure.kernels, shown.kernels))
+        console.print(kernel_table(figure.kernels, shown.kernels))
     lines = [line]
     if shown.trace is not None:
         lines.append(_trace(console, asked, share, work, shown, setting))
@@ -278,7 +278,8 @@ def _print(
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _table(kernels: Sequence[KernelTime], num_shown: int) -> Table:
+def kernel_table(kernels: Sequence[KernelTime], num_shown: int) -> Table:
+    """The kernels that took longest."""
     table = Table("kernel", "calls", "us of the iteration", "us each", "busy us", box=None)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,0 +1,93 @@
+"""`legato bench slice --prefill`: how long prompts take on one rank's share, and their kernels.
+
+Owns the reading of prompts and what the terminal shows. Called by `legato.cli.share_commands`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from legato.bench.prefill import PrefillFigure, Prompt, measure_prefill, prefill_fields
+from legato.bench.record import Setting, append
+from legato.bench.share import Share, routed
+from legato.bench.steady import Work
+from legato.cli.bench import device_named
+from legato.cli.flags import numbers
+from legato.cli.slice import Asked, Shown, case_of, is_drawn, kernel_table, share_of
+from legato.config import MAX_DRAFTS, ConfigError
+from legato.engine.start import targets_of
+from legato.ops import BindError, bind
+
+REPEATS = 3
+"""Timed runs of a prompt, after one that is not."""
+
+
+def prompts(text: str, chunk: int) -> list[Prompt]:
+    """`8K,2K@128K`: 8192 new tokens, and 2048 behind 131,072 cached ones, `chunk` at a time.
+
+    Raises:
+        ConfigError: the text is no list of such, or a number is below 1.
+    """
+    found: list[Prompt] = []
+    for part in text.split(","):
+        new, _, cached = part.partition("@")
+        sizes = numbers("--prefill", new) + numbers("--prefill", cached)
+        if len(sizes) not in (1, 2) or min(sizes) < 1:
+            raise ConfigError(
+                f"--prefill must be prompts such as 8K or 2K@128K (new tokens, cached ones), got {text!r}"
+            )
+        found.append(Prompt(sizes[0], sizes[1] if len(sizes) == 2 else 0, chunk, REPEATS))
+    if chunk < 1:
+        raise ConfigError(f"--chunk must be at least 1, got {chunk}")
+    return found
+
+
+def bench_prefill(asked: Asked, listed: Sequence[Prompt], work: Work, shown: Shown) -> list[dict[str, Any]]:
+    """Builds the share once; measures, prints and records each prompt. Of `work` drafts, experts, latent and ops count.
+
+    Raises:
+        ConfigError, SpecError, CheckpointError: for what cannot be measured; what was measured before is in the file.
+    """
+    if not 0 <= work.num_drafts <= MAX_DRAFTS:
+        raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {work.num_drafts}")
+    console, device = Console(), device_named(asked.device)
+    try:
+        bind(targets_of(str(device)), dict(work.ops))
+    except BindError as error:
+        raise ConfigError(f"--op: {error}") from error
+    share = share_of(asked, [work], device)
+    if is_drawn(asked):
+        share = routed(share, work.distinct_experts, work.num_drafts + 1)
+    setting = Setting.here(device)
+    lines: list[dict[str, Any]] = []
+    for prompt in listed:
+        figure = measure_prefill(share, prompt, work, device)
+        line = prefill_fields(share, prompt, figure, case_of(asked))
+        _print(console, share, prompt, figure, line, setting)
+        if shown.kernels and figure.kernels:
+            console.print(kernel_table(figure.kernels, shown.kernels))
+        if shown.path is not None:
+            append(shown.path, [line], setting)
+        lines.append({**line, **asdict(setting)})
+    return lines
+
+
+def _print(
+    console: Console, share: Share, prompt: Prompt, figure: PrefillFigure, line: dict[str, Any], setting: Setting
+) -> None:
+    spec, mesh, spread = share.spec, share.communicator.mesh, figure.spread
+    lines = [
+        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}: {prompt.new:,} new tokens behind "
+        f"{prompt.cached:,} cached ones (written, not computed), {prompt.chunk:,} at a time",
+        f"first token after {spread.median_us / 1e3:.1f} ms (p20 {spread.p20_us / 1e3:.1f}, p80 {spread.p80_us / 1e3:.1f}; "
+        f"{prompt.repeats} runs), {line['tokens_per_s']:,.0f} tokens/s, {figure.host_us / 1e3:.1f} ms of host time to launch; "
+        "exchanges between ranks are not in it",
+    ]
+    if figure.peak_bytes:
+        lines.append(f"{figure.peak_bytes / 1e9:.2f} GB of device memory beyond weights and caches, at most")
+    lines.append(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)

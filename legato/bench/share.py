@@ -15,10 +15,10 @@ from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.convert import Target
 from legato.model.dummy import Recipe, dummy_weights, rerouted, router_spread
 from legato.model.inventory import survey
-from legato.model.names import Kind, expected
+from legato.model.names import Group, Kind, expected
 from legato.model.requantization import AS_STORED, Requantization
 from legato.model.spec import ModelSpec, SpecError
-from legato.model.weights import GlmWeights, Residency, load_weights
+from legato.model.weights import GlmWeights, MoeWeights, Residency, load_weights
 from legato.parallel import LoopBack, Mesh
 from legato.quant.formats import Format
 
@@ -103,5 +103,7 @@ def loaded(
 def _traffic(
     spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh, again: Requantization, weights: GlmWeights
 ) -> Traffic:
-    found = traffic_of(spec, again.formats(formats, spec), mesh.size)
+    inside = any(isinstance(layer.mlp, MoeWeights) and layer.mlp.shared is None for layer in weights.layers)
+    kept = (Group.SHARED_EXPERT,) if inside else ()  # the launch of the experts holds it as stored
+    found = traffic_of(spec, again.formats(formats, spec, kept), mesh.size)
     return found if weights.draft_head is None else replace(found, draft_head=weights.draft_head.nbytes)

@@ -20,6 +20,9 @@ DType = Literal["auto", "float32", "bfloat16"]
 Switch = Literal["auto", "on", "off"]
 
 MAX_DRAFTS = 7
+DEFAULT_DRAFTS = 5
+AUTO_DEPTHS = (1, 3, 5, 7)
+"""Numbers of drafts between which an engine chooses by what it measures."""
 MAX_RANKS = 8
 """Ranks that can share a model: the GPUs of one host."""
 PAGE_SIZE = 64
@@ -48,12 +51,16 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
     """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states. `max_waiting`:
-    most requests that wait before further ones are refused (0: what cannot run at once is refused); `None`: any number."""
+    most requests that wait before further ones are refused (0: what cannot run at once is refused); `None`: any number.
+    `slowdown`: while a prompt runs, an iteration of the others takes at most so many times its own time, since the prompt goes
+    through a few layers at a time between iterations; 0: prompts run whole chunks beside the others; `None`: 2 on a GPU, 0 on a
+    CPU."""
 
     max_running: int = 16
     chunk_tokens: int = 512
     context: int | None = None
     max_waiting: int | None = None
+    slowdown: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +95,32 @@ class Config:
     """An engine's settings. `model` is a directory, a hub id, or `None` for the checkpoint that ships with Legato.
 
     `num_drafts` (K) is how many tokens the MTP layer drafts per iteration, 0..7; `None`: 5, or 0 when the checkpoint has no MTP
-    layer. `verify_speculation` is the share (0..1) of requests that are replayed without drafts when they have finished, to see
-    that the tokens are the same; it costs that share of the work again.
+    layer; "auto": 1, 3, 5 or 7, whichever brings most tokens per second, by what the engine measures as it runs. Drafts that are
+    less likely than `draft_threshold` (0..1), together with those before them, are not verified. `verify_speculation` is the
+    share (0..1) of requests that are replayed without drafts when they have finished, to see that the tokens are the same; it
+    costs that share of the work again.
 
     Raises:
         ConfigError: a value is out of range; the message names the setting.
     """
 
     model: str | None = None
-    num_drafts: int | None = None
+    num_drafts: int | Literal["auto"] | None = None
+    draft_threshold: float = 0.0
     cache: CacheConfig = CacheConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     execution: ExecutionConfig = ExecutionConfig()
     verify_speculation: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_drafts is not None and not 0 <= self.num_drafts <= MAX_DRAFTS:
-            raise ConfigError(f"num_drafts must be between 0 and {MAX_DRAFTS}, got {self.num_drafts}")
+        if self.num_drafts not in (None, "auto") and not 0 <= self.num_drafts <= MAX_DRAFTS:
+            raise ConfigError(f"num_drafts must be auto or between 0 and {MAX_DRAFTS}, got {self.num_drafts}")
+        if not 0.0 <= self.draft_threshold <= 1.0:
+            raise ConfigError(f"draft_threshold must be a probability between 0 and 1, got {self.draft_threshold}")
+        if self.schedule.slowdown is not None and not (
+            self.schedule.slowdown == 0 or 1.1 <= self.schedule.slowdown <= 1000
+        ):
+            raise ConfigError(f"slowdown must be 0 (never), or 1.1 to 1000 times, got {self.schedule.slowdown}")
         if not 0.0 <= self.verify_speculation <= 1.0:
             raise ConfigError(f"verify_speculation must be a share between 0 and 1, got {self.verify_speculation}")
         if self.schedule.max_running < 1:
@@ -142,7 +158,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The same settings with nothing left open: what the engine is built from."""
+    """The same settings with nothing left open: what the engine is built from. `num_drafts`: the most that an iteration makes."""
 
     device: str
     dtype: Literal["float32", "bfloat16"]
@@ -165,6 +181,14 @@ class Resolved:
     verify_speculation: float = 0.0
     draft_weights: DraftWeightsName = "stored"
     dense_format: DenseFormatName = "stored"
+    draft_threshold: float = 0.0
+    slowdown: float = 0.0
+    is_adaptive: bool = False
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of drafts that an iteration may have, ascending."""
+        return AUTO_DEPTHS if self.is_adaptive else (self.num_drafts,)
 
     @property
     def num_pages(self) -> int:
@@ -220,7 +244,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         dtype=("float32" if on_cpu else "bfloat16") if execution.dtype == "auto" else execution.dtype,
         latent=("float32" if on_cpu else "bfloat16") if config.cache.latent == "auto" else config.cache.latent,
         index="fp8" if config.cache.index == "auto" else config.cache.index,
-        num_drafts=(5 if has_mtp else 0) if config.num_drafts is None else config.num_drafts,
+        num_drafts=_drafts(config, has_mtp),
         max_running=schedule.max_running,
         chunk_tokens=schedule.chunk_tokens,
         context=context,
@@ -237,7 +261,19 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         verify_speculation=config.verify_speculation,
         draft_weights=execution.draft_weights,
         dense_format=execution.dense_format,
+        draft_threshold=config.draft_threshold,
+        slowdown=(0.0 if on_cpu else 2.0) if schedule.slowdown is None else schedule.slowdown,
+        is_adaptive=config.num_drafts == "auto",
     )
+
+
+def _drafts(config: Config, has_mtp: bool) -> int:
+    """The most drafts of an iteration."""
+    if config.num_drafts == "auto":
+        return AUTO_DEPTHS[-1]
+    if config.num_drafts is None:
+        return DEFAULT_DRAFTS if has_mtp else 0
+    return config.num_drafts
 
 
 def _cpu_threads(num_cores: int) -> int:

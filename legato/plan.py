@@ -133,6 +133,10 @@ class Plan:
     `moves` come before all of it, one after the other: a later one may use the page or the slot of an earlier one.
     `decodes` may name rows that have finished on the device since the host last looked, or that have used up their pages: they
     emit nothing.
+    `num_drafts` is K: decoding rows verify up to so many drafts, and so many are made for all that sample.
+    `layers`: the target's layers that the chunks go through, of all that there are. Where they do not begin at 0, the plan before
+    has brought the very same chunks so far; they sample, and their cache is whole, only in the plan with the last layer. `None`:
+    all of them at once.
     """
 
     epoch: int
@@ -141,6 +145,8 @@ class Plan:
     decodes: tuple[int, ...]
     grants: tuple[PageGrant, ...] = ()
     moves: tuple[Move, ...] = ()
+    num_drafts: int = 0
+    layers: range | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -151,7 +157,8 @@ class Plan:
 class Emission:
     """What one row emitted in one iteration.
 
-    `accepted` counts drafts that the target agreed with before any cut at a stop or limit, out of `drafted`.
+    `accepted` counts drafts that the target agreed with before any cut at a stop or limit, out of `drafted` that it verified.
+    `is_plain`: the request wants no drafts.
     """
 
     row: int
@@ -160,6 +167,7 @@ class Emission:
     accepted: int
     drafted: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    is_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,8 @@ class Stats:
     decode_seconds: float = 0.0
     accepted_at: tuple[int, ...] = field(default=())
     """`accepted_at[a]`: how often a decoding request accepted exactly `a` drafts."""
+    drafted_tokens: int = 0
+    """Drafts that were verified."""
     checked: int = 0
     """Requests that were replayed without drafts (`Config.verify_speculation`)."""
     diverged: int = 0

@@ -173,8 +173,9 @@ def _experts_reached(standing: Steady, share: Share) -> float:
     counted = replace(
         runner.iteration, target=Glm(share.spec, replace(share.weights, layers=layers), share.communicator)
     )
-    batch = build_batch(standing.plan, runner.rows, share.spec, runner.settings.num_drafts)
-    hidden, _ = counted.run(batch.within(runner.settings.score_bytes), runner.rows, PlainDraw(choose_greedy))
+    plan = standing.plan
+    batch = build_batch(plan, runner.rows, share.spec).within(runner.settings.score_bytes)
+    hidden, _ = counted.run(batch, runner.rows, PlainDraw(choose_greedy), plan.num_drafts)
     if not bool(hidden.isfinite().all()):
         raise SliceError("hidden states are not finite: selection and routing were not those of numbers")
     return statistics.fmean(counts) if counts else 0.0

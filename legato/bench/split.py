@@ -111,7 +111,7 @@ class SplitGraphs:
         self.counts: Tensor | None = None
         self._key, self._between, self._parts = key, between, list[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
-        self._ring = Ring(key.bucket, key.num_drafts + 1, device)
+        self._ring = Ring(key.bucket, key.num_drafts + 1, key.num_drafts, device)
         self._metadata = _Metadata(steady, runner.rows.lengths[list(steady.plan.decodes)].tolist())
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -136,8 +136,8 @@ class SplitGraphs:
         self._parts[-1].capture_end()
         self._begin()
 
-    def launch(self, key: Key) -> tuple[Tensor, int]:
-        """Launches the parts; returns the letter as `Graphs.launch` does."""
+    def launch(self, key: Key) -> Ring:
+        """Launches the parts; returns their ring as `Graphs.launch` does."""
         del key
         for number, part in enumerate(self._parts):
             if self._between == "host":
@@ -147,7 +147,7 @@ class SplitGraphs:
                 assert self.counts is not None
                 emitted: list[int] = self.counts.tolist()  # the host waits for the device
                 self._metadata.lengths = [a + b for a, b in zip(self._metadata.lengths, emitted, strict=False)]
-        return self._ring.take()
+        return self._ring
 
     def _begin(self) -> None:
         self._parts.append(torch.cuda.CUDAGraph())

@@ -72,7 +72,7 @@ class Steady:
         if decoder is None:
             return "cpu"
         bucket = decoder.seats.seat(self.plan.decodes)
-        return "graph" if decoder.has_graph(bucket, "greedy") else "eager"
+        return "graph" if decoder.key(bucket, "greedy") in decoder.graphs else "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def steady(
         with torch.inference_mode():
             decoder.capture(decoder.key(decoder.buckets[-1], "greedy"))
     stand(runner, standing)
-    return Steady(runner, Plan(1, (), (), standing.rows))
+    return Steady(runner, Plan(1, (), (), standing.rows, num_drafts=work.num_drafts))
 
 
 def loop(steady: Steady, iterations: int, in_flight: int = 1) -> Run:

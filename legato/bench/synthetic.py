@@ -62,7 +62,7 @@ def stand(runner: Runner, standing: Standing, seed: int = 0) -> None:
         for row in standing.rows
     )  # fmt: skip
     # The iteration that admits them runs on empty rows; what it leaves is written over.
-    runner.launch(Plan(0, admits, (), standing.rows)).outcome()
+    runner.launch(Plan(0, admits, (), standing.rows, num_drafts=runner.settings.num_drafts)).outcome()
     device = runner.rows.tokens.device
     generator = torch.Generator(device).manual_seed(seed)
     _fill_caches(runner, generator)
@@ -70,6 +70,7 @@ def stand(runner: Runner, standing: Standing, seed: int = 0) -> None:
     tokens.random_(0, runner.spec.vocab_size, generator=generator)
     runner.rows.lengths[1:].fill_(standing.context)
     runner.rows.done[1:].fill_(False)
+    runner.rows.drafted[1:].fill_(runner.settings.num_drafts)
 
 
 def _fill_caches(runner: Runner, generator: torch.Generator) -> None:

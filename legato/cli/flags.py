@@ -36,11 +36,13 @@ class EngineFlags:
 
     model: options.Model = None
     num_drafts: options.NumDrafts = None
+    draft_threshold: options.DraftThreshold = 0.0
     device: options.Device = "auto"
     context: options.Context = None
     max_running: options.MaxRunning = ScheduleConfig().max_running
     max_waiting: options.MaxWaiting = None
     chunk_tokens: options.ChunkTokens = ScheduleConfig().chunk_tokens
+    slowdown: options.Slowdown = None
     cache_tokens: options.CacheTokens = None
     prefix_cache: options.PrefixCache = True
     host_tokens: options.HostTokens = 0
@@ -75,8 +77,9 @@ class EngineFlags:
         return Config(
             model=self.model,
             num_drafts=self.num_drafts,
+            draft_threshold=self.draft_threshold,
             cache=CacheConfig(latent, index, self.cache_tokens, self.prefix_cache, self.host_tokens),
-            schedule=ScheduleConfig(self.max_running, self.chunk_tokens, self.context, self.max_waiting),
+            schedule=ScheduleConfig(self.max_running, self.chunk_tokens, self.context, self.max_waiting, self.slowdown),
             execution=ExecutionConfig(
                 device=self.device,
                 dtype=dtype,

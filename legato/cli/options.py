@@ -5,11 +5,17 @@ Owns the spelling of flags; what they become is in `cli.flags`. Imports no torch
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from legato.config import DenseFormatName, DraftWeightsName, DType, IndexFormat, LatentFormat, Switch
+
+
+def drafts_named(value: str) -> int | str:
+    """A number of drafts, or "auto"; `Config` says which numbers may be."""
+    return value if value == "auto" else int(value)
+
 
 ENGINE, SAMPLING, CONSTRAINTS = "Engine options", "Sampling options", "Constraint options"
 OUTPUT = "Output options"
@@ -23,12 +29,27 @@ Model = Annotated[
 ]  # fmt: skip
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)]
 NumDrafts = Annotated[
-    int | None,
+    Any,  # an int, "auto" or None: typer knows no such type
     typer.Option(
-        "--num-drafts", "-k", help="Tokens drafted per iteration, 0 to 7; by default 5, or 0 without an MTP layer.",
-        rich_help_panel=ENGINE, show_default=False,
+        "--num-drafts", "-k", parser=drafts_named, metavar="INTEGER|auto", rich_help_panel=ENGINE, show_default=False,
+        help="Tokens drafted per iteration, 0 to 7; by default 5, or 0 without an MTP layer; auto: what is measured to be best.",
     ),
 ]  # fmt: skip
+DraftThreshold = Annotated[
+    float,
+    typer.Option(
+        help="Drafts that are less likely (0 to 1), with those before them, are not verified.", rich_help_panel=ENGINE
+    ),
+]
+Slowdown = Annotated[
+    float | None,
+    typer.Option(
+        help="While a prompt runs, the others' iterations take at most so many times their own time; 0: no such bound; "
+        "by default 2 on a GPU, 0 on a CPU.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(

@@ -66,6 +66,7 @@ class Engine:
         self._check, self._monitor = check or SelfCheck(0.0), AcceptMonitor()
         self._scheduler, self.runner, self._overlap = scheduler, runner, overlap
         self._flight: Launched | None = None
+        self._landed_at: float | None = None
         self._stats = Stats(accepted_at=(0,) * (scheduler.limits.num_drafts + 1))
 
     @property
@@ -141,14 +142,24 @@ class Engine:
         for flight in landing:
             if flight is not None:
                 outcome = flight.outcome()
-                gained = self._scheduler.settle(outcome)
+                gained = self._scheduler.settle(outcome, self._took(outcome, started))
                 self._count(flight.plan, outcome, gained, started)
                 progress += gained
+        if not any(landing):
+            self._landed_at = None
         self._monitor.take(progress)
         progress, replays = self._check.take(progress)
         for replay in replays:
             self._replay(replay)
         return progress
+
+    def _took(self, outcome: Outcome, started: float) -> float | None:
+        """Seconds between the ends of the last two iterations, where the device had the second one to go on with when the first
+        ended, and said when it was done."""
+        now = time.perf_counter()
+        before = self._landed_at if self._overlap else started
+        self._landed_at = now if outcome.emissions else None
+        return now - before if before is not None and outcome.emissions else None
 
     def reset_stats(self) -> None:
         """Starts the counters anew."""
@@ -170,11 +181,12 @@ class Engine:
         """
         stats, decodes = self._stats, set(plan.decodes)
         accepted, drafts = list(stats.accepted_at), self._scheduler.limits.num_drafts
-        emitted = sum(len(progress.tokens) for progress in gained)
+        emitted, drafted = sum(len(progress.tokens) for progress in gained), 0
         pure = bool(decodes) and not plan.extends
         for emission in outcome.emissions:
             if emission.row in decodes and emission.tokens:
-                if drafts and not emission.drafted:
+                drafted += emission.drafted
+                if drafts and emission.is_plain:
                     pure = False  # a replay decodes plainly: it says nothing about speed or accept length
                 else:
                     accepted[emission.accepted] += 1
@@ -186,4 +198,5 @@ class Engine:
             decoded_tokens=stats.decoded_tokens + (emitted if pure else 0),
             decode_seconds=stats.decode_seconds + (time.perf_counter() - started if pure else 0.0),
             accepted_at=tuple(accepted),
+            drafted_tokens=stats.drafted_tokens + drafted,
         )

@@ -70,7 +70,6 @@ class Serving:
 
     def __init__(self, channel: Channel, served: Served) -> None:
         self._channel, self._engine, self._profiler = channel, served.engine, served.profiler
-        self._num_drafts = served.info.num_drafts
         self._checking = Checking(self._check)
         self._submitted = 0
         self._refused: Counter[str] = Counter()
@@ -249,17 +248,17 @@ class Serving:
 
     def _resettable(self) -> Counter[str]:
         """Those counters of the engine that start anew at a reset, counted on over all resets."""
-        return self._before_reset + counted(self._engine.stats, self._num_drafts)
+        return self._before_reset + counted(self._engine.stats)
 
 
-def counted(stats: Stats, num_drafts: int) -> Counter[str]:
+def counted(stats: Stats) -> Counter[str]:
     """Counters as `Counters` names them, from those of the engine since its last reset."""
     rounds = sum(stats.accepted_at)
     return Counter(
         iterations=stats.iterations,
         prompt_tokens=stats.prompt_tokens,
         generated_tokens=stats.emitted_tokens,
-        drafted_tokens=rounds * num_drafts,
+        drafted_tokens=stats.drafted_tokens,
         accepted_tokens=sum(accepted * times for accepted, times in enumerate(stats.accepted_at)),
         decode_rounds=rounds,
         checked=stats.checked,

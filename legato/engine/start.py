@@ -149,7 +149,7 @@ def build_engine(
     progress: Progress = no_progress,
 ) -> Engine:
     """Scheduler and warm runner around loaded weights; the communicator is that of the weights' mesh."""
-    return engine_around(build_runner(spec, weights, settings, communicator, progress), settings)
+    return engine_around(build_runner(spec, weights, settings, communicator, progress), settings, spec.num_layers)
 
 
 def build_runner(
@@ -161,8 +161,8 @@ def build_runner(
     return runner
 
 
-def engine_around(launcher: Launcher, settings: Resolved) -> Engine:
-    """An engine that plans within the settings' limits and launches through `launcher`."""
+def engine_around(launcher: Launcher, settings: Resolved, num_layers: int) -> Engine:
+    """An engine that plans within the settings' limits and launches through `launcher`, for a target of `num_layers` layers."""
     limits = Limits(
         max_running=settings.max_running,
         chunk_tokens=settings.chunk_tokens,
@@ -173,6 +173,9 @@ def engine_around(launcher: Launcher, settings: Resolved) -> Engine:
         prefix_cache=settings.prefix_cache,
         max_waiting=settings.max_waiting,
         host_pages=settings.host_pages,
+        depths=settings.depths,
+        num_layers=num_layers,
+        slowdown=settings.slowdown,
     )
     check = SelfCheck(settings.verify_speculation if settings.num_drafts else 0.0)
     return Engine(Scheduler(limits), launcher, settings.overlap, check)

@@ -21,6 +21,18 @@ from legato.parallel.communicators import ALONE, Communicator
 
 
 @dataclass(frozen=True, slots=True)
+class Midway:
+    """T rows on their way through the layers: the residual stream `h` [T, D], its norm [T, D] under what comes next (in the end
+    `model.norm`: what the head reads, and what the MTP layer is fed), what the last full layer selected, and how many layers
+    they have been through."""
+
+    h: Tensor
+    normed: Tensor
+    selection: Selection | None
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class Glm:
     """GLM-5.2's layers 0..L-1 over paged caches."""
 
@@ -39,18 +51,26 @@ class Glm:
         Returns:
             [T, D] hidden states *after* `model.norm`: what the head reads, and what the MTP layer is fed.
         """
-        layers, spec = self.weights.layers, self.spec
-        step = planned(step)
+        return self.through(self.enter(ids), step, caches, self.spec.num_layers).normed
+
+    def enter(self, ids: Tensor) -> Midway:
+        """Rows before the first layer; `ids` [T] int64."""
         h = embedding(ids, self.weights.embed)
-        next_norms = [*(layer.input_norm for layer in layers), self.weights.norm]
-        normed = rms_norm(h, next_norms[0], spec.rms_eps)
-        selection: Selection | None = None
-        for layer, cache, kind, next_norm in zip(layers, caches, spec.indexer_kinds, next_norms[1:], strict=False):
-            reused = selection if kind == "shared" else None
+        first = [*(layer.input_norm for layer in self.weights.layers), self.weights.norm][0]
+        return Midway(h, rms_norm(h, first, self.spec.rms_eps), None, 0)
+
+    def through(self, rows: Midway, step: Step, caches: Sequence[LayerCache], stop: int) -> Midway:
+        """The same rows after the layers up to `stop`, which store on the way; the rest may follow later."""
+        spec, step = self.spec, planned(step)
+        next_norms = [*(layer.input_norm for layer in self.weights.layers), self.weights.norm]
+        h, normed, selection = rows.h, rows.normed, rows.selection
+        for index in range(rows.depth, stop):
+            reused = selection if spec.indexer_kinds[index] == "shared" else None
+            layer, cache, next_norm = self.weights.layers[index], caches[index], next_norms[index + 1]
             h, normed, selection = decoder_layer(
                 h, normed, layer, cache, step, reused, next_norm, spec, self.communicator
             )
-        return normed
+        return Midway(h, normed, selection, stop)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] logits of post-norm hidden states, in their dtype, of the whole vocabulary on every rank."""

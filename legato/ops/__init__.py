@@ -35,7 +35,7 @@ from legato.ops.rows import (
     gather_rows,
     write_letter,
 )
-from legato.ops.sample import greedy, gumbel, logprobs, penalize, sample, verify
+from legato.ops.sample import greedy, gumbel, likelihood, logprobs, penalize, sample, verify
 from legato.ops.score import index_scores
 from legato.ops.select import top_k
 
@@ -62,6 +62,7 @@ __all__ = [
     "gumbel",
     "index_scores",
     "layer_norm",
+    "likelihood",
     "linear_bf16",
     "linear_bf16_normed",
     "linear_draft",

@@ -6,7 +6,7 @@ read from the device table, never from the host. A batch that only decodes is ma
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +23,10 @@ from legato.runtime.staging import staged
 
 @dataclass(frozen=True, slots=True)
 class Samplers:
-    """The B requests that sample in this iteration: those whose last chunk runs (zero drafts), then the decoding ones (K drafts).
+    """The B requests that sample in this iteration: those whose last chunk runs (zero drafts), then the decoding ones (up to K
+    drafts).
 
-    R = K + 1 if any request verifies drafts, else 1. "Row" r of a request is its r-th verifying row; a request with fewer than
+    R = K + 1 if any request decodes, else 1. "Row" r of a request is its r-th verifying row; a request with fewer than
     R rows repeats its last one, and nothing of the repetition is used.
 
     Attributes:
@@ -79,20 +80,19 @@ class _Lists:
     first: list[int]
 
 
-def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain: Container[int] = ()) -> Batch:
+def build_batch(plan: Plan, rows: Rows, spec: ModelSpec) -> Batch:
     """Lays out an iteration.
 
     Args:
-        plan: not empty.
+        plan: not empty; K is its `num_drafts`.
         rows: the device table; decoding rows read their tokens and lengths from it.
         spec: the model's shapes.
-        num_drafts: K, the drafts that decoding rows verify.
-        plain: device rows that decode without drafts.
     """
     device = rows.tokens.device
     lists = _known_rows(plan)
     num_known, num_chunk_samplers = len(lists.ids), len(lists.first)
-    drafted = [0] * num_chunk_samplers + [0 if row in plain else num_drafts for row in plan.decodes]
+    most = plan.num_drafts
+    drafted = [0] * num_chunk_samplers + _offered(plan.decodes, rows, most)
     for row, count in zip(plan.decodes, drafted[num_chunk_samplers:], strict=True):
         lists.sampler_of += [len(lists.first)] * (count + 1)
         lists.first.append(len(lists.offset))
@@ -113,8 +113,11 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain:
     if not lists.first:
         return Batch(ids, next_ids, step, None)
 
-    first, sampler_rows, width = column(lists.first), column(lists.sampler_rows), max(drafted) + 1
+    first, sampler_rows, width = column(lists.first), column(lists.sampler_rows), (most if plan.decodes else 0) + 1
     offered = column(drafted)
+    if device.type != "cpu":  # there the host does not know how many of them are worth it
+        table = torch.minimum(rows.num_drafts, rows.drafted)[sampler_rows]
+        offered = torch.minimum(offered, table)
     drafts = rows.tokens[sampler_rows, 1:width].masked_fill(offered[:, None] == 0, 0)
     samplers = Samplers(
         rows=sampler_rows,
@@ -126,6 +129,13 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec, num_drafts: int, plain:
         offset=offset,
     )
     return Batch(ids, next_ids, step, samplers)
+
+
+def _offered(decodes: Sequence[int], rows: Rows, most: int) -> list[int]:
+    """Drafts that each row verifies: on a CPU, where looking costs nothing, no more than stand in the table for it."""
+    if rows.tokens.device.type != "cpu":
+        return [most] * len(decodes)
+    return [min(most, int(rows.num_drafts[row]), int(rows.drafted[row])) for row in decodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +160,7 @@ def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, layout: Layo
     """The batch in which B requests verify K drafts each, and nothing else runs.
 
     Its shapes are a function of B and K, and nothing is read on the host, so that a graph can hold it. A request that verifies
-    fewer drafts than K (`rows.num_drafts`) has K + 1 rows all the same; what the rest of them say is not used.
+    fewer drafts than K (`rows.num_drafts`, `rows.drafted`) has K + 1 rows all the same; the rest of them repeat its first.
 
     Args:
         sampler_rows: [B] int64 device rows; row 0, which is padding, any number of times.
@@ -165,6 +175,7 @@ def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, layout: Layo
         rows.lengths,
         rows.done,
         rows.num_drafts,
+        rows.drafted,
         rows.page_table,
         width,
         spec.rope_theta,

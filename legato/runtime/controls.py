@@ -14,6 +14,7 @@ from torch import Tensor
 from legato.ops import penalize
 from legato.plan import Admit, Controls
 from legato.runtime.rows import Rows
+from legato.runtime.staging import staged, to_device
 
 
 class ControlTable:
@@ -94,41 +95,42 @@ class ControlTable:
 
     def _clear(self, row: int) -> None:
         self._controlled.discard(row)
-        self._min_lengths[row] = 0
-        self._reasoning_ends[row] = -1
+        self._min_lengths[row].fill_(0)
+        self._reasoning_ends[row].fill_(-1)
         self._bounded.discard(row)
-        self._penalties[:, row] = torch.tensor([1.0, 0.0, 0.0], device=self._device)
+        self._penalties[:, row] = staged([1.0, 0.0, 0.0], torch.float32, self._device)
         for tensor in (self._bias, self._generated, self._in_prompt):
             if tensor is not None:
-                tensor[row] = 0
+                tensor[row].fill_(0)
 
     def _write(self, row: int, controls: Controls) -> None:
-        self._min_lengths[row] = controls.min_length
+        self._min_lengths[row].fill_(controls.min_length)
         if controls.reasoning is not None:
             self._bounded.add(row)
-            self._reasoning_ends[row] = controls.reasoning.end
-            self._reasoning_lasts[row] = controls.reasoning.last
+            self._reasoning_ends[row].fill_(controls.reasoning.end)
+            self._reasoning_lasts[row].fill_(controls.reasoning.last)
         if controls.counts_tokens:
             self._write_counts(row, controls)
         if controls.bias or controls.allowed is not None:
             if self._bias is None:
                 self._bias = torch.zeros(self._num_rows, self._vocab, device=self._device)
             if controls.allowed is not None:
-                self._bias[row] = -torch.inf
-                self._bias[row, self._ids(controls.allowed)] = 0
+                self._bias[row].fill_(-torch.inf)
+                self._bias[row].index_fill_(0, self._ids(controls.allowed), 0.0)
             ids = self._ids(tuple(token for token, _ in controls.bias))
             # Added, so that a bias brings no token back that `allowed` leaves out.
-            self._bias[row, ids] += torch.tensor([value for _, value in controls.bias], device=self._device)
+            values = staged([value for _, value in controls.bias], torch.float32, self._device)
+            self._bias[row].index_add_(0, ids, values)
 
     def _write_counts(self, row: int, controls: Controls) -> None:
         if self._generated is None or self._in_prompt is None:
             self._generated = torch.zeros(self._num_rows, self._vocab, dtype=torch.int32, device=self._device)
             self._in_prompt = torch.zeros(self._num_rows, self._vocab, dtype=torch.bool, device=self._device)
         penalties = [controls.repetition, controls.frequency, controls.presence]
-        self._penalties[:, row] = torch.tensor(penalties, device=self._device)
-        self._in_prompt[row, self._ids(controls.prompt)] = True
-        generated = torch.bincount(self._ids(controls.generated), minlength=self._vocab)
-        self._generated[row] = generated.to(torch.int32)
+        self._penalties[:, row] = staged(penalties, torch.float32, self._device)
+        self._in_prompt[row].index_fill_(0, self._ids(controls.prompt), True)
+        generated = torch.bincount(torch.tensor(controls.generated, dtype=torch.int64), minlength=self._vocab)
+        self._generated[row] = to_device(generated.to(torch.int32), self._device)
 
     def _ids(self, tokens: tuple[int, ...]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+        return staged(tokens, torch.int64, self._device)

@@ -7,7 +7,8 @@ Owns the variants (greedy, general; plain, controlled) and what a verifying row 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from legato.runtime.batch import Samplers
 from legato.runtime.controls import ControlTable
 from legato.runtime.grammar import Gate, allowed_tokens
 from legato.runtime.rows import Rows
+from legato.runtime.staging import staged
 
 Positions = Callable[[], Tensor]
 """Absolute positions [T] int64 of the tokens to be chosen, computed where they are asked for: the greedy choice needs none."""
@@ -92,12 +94,14 @@ class ControlledDraw:
     """Penalties, bias, bans and grammars first. `gates`: sampling request (index into B) -> its grammar.
 
     Drafts pass through the same controls, or good ones would be rejected at every position that the controls change. A grammar
-    is followed on the host, so a batch that holds one waits for the device in every iteration; others never do.
+    is followed on the host, so gates wait for the device in every iteration. Where it must not be waited for, there are none, and
+    the masks of the verifying rows (index into B * R) have been `foreseen`.
     """
 
     choose: Choose
     controls: ControlTable
     gates: Mapping[int, Gate]
+    foreseen: Mapping[int, bytes] = field(default_factory=lambda: MappingProxyType[int, bytes]({}))
 
     def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
         num_requests, width = samplers.row_index.shape
@@ -107,7 +111,7 @@ class ControlledDraw:
         is_before = offsets[: width - 1] < offsets[:, None]
         supposed = torch.where(is_before, samplers.drafts[:, None, :], -1).view(num_requests * width, width - 1)
         device_rows = samplers.rows[:, None].expand(num_requests, width).reshape(-1)
-        masks: dict[int, bytes] = {}
+        masks = dict(self.foreseen)
         for index, gate in self.gates.items():
             drafts = samplers.drafts[index, : int(samplers.num_drafts[index])].tolist()
             masks |= {index * width + offset: mask for offset, mask in enumerate(gate.masks(drafts))}
@@ -138,8 +142,8 @@ class ControlledDraw:
         out = self.controls.apply(logits, device_rows, positions, supposed)
         plain = logits.float()
         if masks:
-            index = torch.tensor(list(masks), device=logits.device)
-            allowed = allowed_tokens(list(masks.values()), logits.shape[1]).to(logits.device)
+            index = staged(list(masks), torch.int64, logits.device)
+            allowed = allowed_tokens(list(masks.values()), logits.shape[1], logits.device)
             out = out.index_copy(0, index, out[index].masked_fill(~allowed, -torch.inf))
             plain = plain.index_copy(0, index, plain[index].masked_fill(~allowed, -torch.inf))
         is_empty = (out == -torch.inf).all(1, keepdim=True)

@@ -20,6 +20,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
+from legato.runtime.staging import to_device
 from legato.types import Grammar, ParameterError
 
 MAX_INDENT = 32
@@ -37,6 +38,7 @@ LIMITS = LLParserLimits(
 )
 """Where a limit is met behind the start, a grammar is lost and nothing but the end is allowed: so they are wide."""
 LOG = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +254,10 @@ class Gate:
         self._matcher.try_consume_tokens(self._seen)
 
 
-def allowed_tokens(masks: Sequence[bytes], vocab_size: int) -> Tensor:
-    """Bit masks as a tensor [n, W] of bool; tokens past the end of a mask are not allowed."""
+def allowed_tokens(masks: Sequence[bytes], vocab_size: int, device: torch.device = _CPU) -> Tensor:
+    """Bit masks as a tensor [n, W] of bool on `device`, which unpacks them; tokens past the end of a mask are not allowed."""
     size = -(-vocab_size // 8)
     data = bytearray(b"".join(mask[:size].ljust(size, b"\0") for mask in masks))
-    packed = torch.frombuffer(data, dtype=torch.uint8).view(len(masks), size, 1)
-    bits = (packed >> torch.arange(8, dtype=torch.uint8)) & 1
+    packed = to_device(torch.frombuffer(data, dtype=torch.uint8), device).view(len(masks), size, 1)
+    bits = (packed >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     return bits.view(len(masks), size * 8)[:, :vocab_size].bool()

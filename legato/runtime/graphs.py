@@ -1,7 +1,8 @@
-"""The steady state as CUDA graphs: one per batch bucket, K and way of sampling, holding the whole iteration.
+"""The steady state as CUDA graphs: one per batch bucket, K and way of sampling, holding the whole iteration; or its two parts,
+where tokens are chosen between them.
 
 Owns the buckets, who sits where in one (`Seats`), capture and replay. What is captured is the very function that runs without
-graphs. Must not know plans or requests. Called by the runner and by `runtime.warmup`.
+graphs. Must not know plans or requests. Called by `runtime.decode` and by `runtime.warmup`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor
 
 from legato.runtime.draw import Variant
-from legato.runtime.mailbox import Ring
-from legato.runtime.speculate import Verified
 from legato.runtime.staging import stage_into
+
+T = TypeVar("T")
+Part = Variant | Literal["target", "drafts"]
+"""What a graph holds: a whole iteration with its way of sampling, or what stands before the choice of tokens, or behind it."""
 
 
 def buckets(max_running: int) -> tuple[int, ...]:
@@ -65,7 +67,13 @@ class Key:
 
     bucket: int
     num_drafts: int
-    variant: Variant
+    part: Part
+
+    @property
+    def variant(self) -> Variant | None:
+        """How a whole iteration chooses; `None` for a part of one."""
+        part = self.part
+        return part if part == "greedy" or part == "general" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +85,11 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    """A graph, and the ring of letters that it writes."""
+class _Captured(Generic[T]):
+    """A graph, and what it leaves: tensors that every replay writes anew."""
 
     graph: torch.cuda.CUDAGraph
-    ring: Ring
+    made: T
 
 
 class Graphs:
@@ -89,8 +97,8 @@ class Graphs:
 
     def __init__(self) -> None:
         self.costs: dict[Key, Cost] = {}
-        self._captured: dict[Key, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[Key, _Captured[Any]] = {}
+        self._pool: Any = None
 
     def __contains__(self, key: Key) -> bool:
         return key in self._captured
@@ -98,24 +106,27 @@ class Graphs:
     @property
     def pool_bytes(self) -> int:
         """Device memory of the pool."""
+        if self._pool is None:
+            return 0
         segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
         return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._pool))
 
-    def capture(self, key: Key, iteration: Callable[[], Verified]) -> None:
-        """Records one iteration. It has run before in this process, so that nothing is compiled or loaded now.
-
-        Nothing is executed, so the device table stays as it is.
+    def capture(self, key: Key, work: Callable[[], T]) -> T:
+        """Records `work`, and returns what it leaves. It has run before in this process, so that nothing is compiled or loaded
+        now. Nothing is executed, so the device table stays as it is.
         """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         started, before = time.perf_counter(), self.pool_bytes
-        ring = Ring(key.bucket, key.num_drafts + 1, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            ring.write(iteration())
-        self._captured[key] = _Captured(graph, ring)
+            made = work()
+        self._captured[key] = _Captured(graph, made)
         self.costs[key] = Cost(time.perf_counter() - started, self.pool_bytes - before)
+        return made
 
-    def launch(self, key: Key) -> tuple[Tensor, int]:
-        """Replays a graph; returns where its letter will be, and the letter's number (see `Ring.take`)."""
+    def launch(self, key: Key) -> Any:
+        """Replays a graph; returns what it leaves."""
         captured = self._captured[key]
         captured.graph.replay()
-        return captured.ring.take()
+        return captured.made

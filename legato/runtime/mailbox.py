@@ -24,20 +24,34 @@ POLL_S = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What an iteration brought to one request, as in `legato.runtime.speculate.Verified`."""
+    """What an iteration brought to one request, as in `legato.runtime.speculate.Verified`; `drafts` are the next iteration's."""
 
     sampled: tuple[int, ...]
+    drafts: tuple[int, ...]
     count: int
     accepted: int
+    offered: int
     done: bool
     live: bool
 
 
-class Ring:
-    """Letters on the device, for B requests with R tokens each: what iterations write in turn, and what is copied to the host."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A letter on the device: its lines [B, R + K + LETTER_EXTRA], the number it must carry, and R."""
 
-    def __init__(self, num_requests: int, num_tokens: int, device: torch.device) -> None:
-        self._letters = torch.zeros((DEPTH, num_requests, num_tokens + LETTER_EXTRA), dtype=torch.int64, device=device)
+    lines: Tensor
+    number: int
+    num_tokens: int
+
+
+class Ring:
+    """Letters on the device, for B requests with R tokens and K drafts each: what iterations write in turn, and what is copied to
+    the host."""
+
+    def __init__(self, num_requests: int, num_tokens: int, num_drafts: int, device: torch.device) -> None:
+        width = num_tokens + num_drafts + LETTER_EXTRA
+        self._letters = torch.zeros((DEPTH, num_requests, width), dtype=torch.int64, device=device)
+        self._num_tokens = num_tokens
         self._number = torch.zeros(1, dtype=torch.int64, device=device)
         self._written = 0
 
@@ -47,16 +61,18 @@ class Ring:
             self._letters,
             self._number,
             verified.sampled,
+            verified.drafts,
             verified.counts,
             verified.accepted,
+            verified.offered,
             verified.done,
             verified.live,
         )
 
-    def take(self) -> tuple[Tensor, int]:
-        """The letter [B, R + LETTER_EXTRA] of the next `write` that has been issued, and its number."""
+    def take(self) -> Written:
+        """The letter of the next `write` that has been issued."""
         self._written += 1
-        return self._letters[self._written % DEPTH], self._written
+        return Written(self._letters[self._written % DEPTH], self._written, self._num_tokens)
 
 
 class MailboxError(RuntimeError):
@@ -65,34 +81,45 @@ class MailboxError(RuntimeError):
 
 @dataclass(slots=True)
 class Letter:
-    """The lines of one iteration, there or on their way. `number` is what the device must have written into them; `source` keeps
-    what is being copied until it has been read."""
+    """The lines of one iteration, there or on their way, as they were `written`; `source` keeps what is being copied until it has
+    been read."""
 
     lines: Tensor
-    number: int
+    written: Written
     sent: torch.cuda.Event | None
     source: Tensor | None
-    is_read: bool = False
+    found: list[Line] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its place may be used again."""
+        return self.found is not None
 
     def read(self) -> list[Line]:
-        """Waits for the letter, if need be, by looking at it again and again.
+        """Waits for the letter, if need be, by looking at it again and again. What was read once is kept.
 
         Raises:
             MailboxError: the device wrote another number.
             RuntimeError: the device has failed.
         """
-        while self.sent is not None and not self.sent.query():
-            time.sleep(POLL_S)
-        lines: list[list[int]] = self.lines.tolist()
-        self.is_read, self.source = True, None
-        for line in lines:
-            if line[-1] != self.number:
-                raise MailboxError(f"letter {self.number} arrived as {line[-1]}")
-        return [Line(tuple(line[:-LETTER_EXTRA]), line[-5], line[-4], bool(line[-3]), bool(line[-2])) for line in lines]
+        if self.found is None:
+            while self.sent is not None and not self.sent.query():
+                time.sleep(POLL_S)
+            lines: list[list[int]] = self.lines.tolist()
+            self.found, self.source = [self._line(line) for line in lines], None
+        return self.found
+
+    def _line(self, line: list[int]) -> Line:
+        count, accepted, offered, done, live, number = line[-LETTER_EXTRA:]
+        if number != self.written.number:
+            raise MailboxError(f"letter {self.written.number} arrived as {number}")
+        split = self.written.num_tokens
+        sampled, drafts = tuple(line[:split]), tuple(line[split:-LETTER_EXTRA])
+        return Line(sampled, drafts, count, accepted, offered, bool(done), bool(live))
 
 
 class Mailbox:
-    """A ring of pinned memory for letters of up to `most_requests` lines of up to `most_tokens` tokens.
+    """A ring of pinned memory for letters of up to `most_requests` lines of up to `most_tokens` tokens and drafts.
 
     On a CPU nothing travels: a letter is read where it was written.
     """
@@ -107,7 +134,7 @@ class Mailbox:
             self._stream = torch.cuda.Stream(device)
             self._events = [torch.cuda.Event() for _ in range(DEPTH)]
 
-    def post(self, written: Tensor, number: int) -> Letter:
+    def post(self, written: Written) -> Letter:
         """Sends a ring's letter, behind what has been issued on the current stream, which goes on meanwhile.
 
         Raises:
@@ -118,16 +145,17 @@ class Mailbox:
         if before is not None and not before.is_read:
             raise MailboxError(f"{DEPTH} letters wait to be read; the next has no place")
         self._posted += 1
-        letter = self._send(place, written, number)
+        letter = self._send(place, written)
         self._letters[place] = letter
         return letter
 
-    def _send(self, place: int, written: Tensor, number: int) -> Letter:
+    def _send(self, place: int, written: Written) -> Letter:
+        source = written.lines
         if self._device.type == "cpu":
-            return Letter(written, number, None, written)
-        lines = self._ring[place, : written.numel()].view(written.shape)
+            return Letter(source, written, None, source)
+        lines = self._ring[place, : source.numel()].view(source.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            lines.copy_(written, non_blocking=True)
+            lines.copy_(source, non_blocking=True)
             self._events[place].record(self._stream)
-        return Letter(lines, number, self._events[place], written)
+        return Letter(lines, written, self._events[place], source)

@@ -29,6 +29,7 @@ class Rows:
         done: [M] bool: finished; the row emits nothing more.
         stop_ids: [M, MAX_STOP_IDS] int64, -1 where unused.
         num_drafts: [M] int64 drafts that the row verifies at most, whatever is drafted for it.
+        drafted: [M] int64 drafts behind the newest token that are worth verifying: those before it stopped being likely.
         temperature, top_p, min_p: [M] float32; top_k: [M] int32; seed: [M] int64.
         page_table: [M, P] int32 physical pages; page 0 (the dummy) where none is granted.
     """
@@ -40,6 +41,7 @@ class Rows:
     done: Tensor
     stop_ids: Tensor
     num_drafts: Tensor
+    drafted: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -64,6 +66,7 @@ class Rows:
             done=torch.ones(num_rows, dtype=torch.bool, device=device),
             stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
             num_drafts=zeros(num_rows, dtype=torch.int64),
+            drafted=zeros(num_rows, dtype=torch.int64),
             temperature=zeros(num_rows, dtype=torch.float32),
             top_k=zeros(num_rows, dtype=torch.int32),
             top_p=torch.ones(num_rows, dtype=torch.float32, device=device),
@@ -88,6 +91,7 @@ class Rows:
         padding = [-1] * (MAX_STOP_IDS - len(admit.stop_ids))
         stage_into(self.stop_ids[row], [*admit.stop_ids, *padding])
         self.num_drafts[row].fill_(MAX_DRAFTS if admit.num_drafts is None else admit.num_drafts)
+        self.drafted[row].fill_(0)
         self.temperature[row].fill_(admit.temperature)
         self.top_k[row].fill_(admit.top_k)
         self.top_p[row].fill_(admit.top_p)

@@ -6,21 +6,21 @@ Owns the device table, the caches and the models. Built once by the engine's sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from legato.config import MAX_DRAFTS, Resolved
-from legato.model.glm import Glm
+from legato.model.glm import Glm, Midway
 from legato.model.mtp import Mtp
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache
 from legato.model.weights import GlmWeights
 from legato.ops import linear_draft
 from legato.parallel import ALONE, Communicator
-from legato.plan import Admit, Emission, Outcome, Plan
-from legato.runtime.batch import build_batch
+from legato.plan import Admit, Emission, Extend, Outcome, Plan
+from legato.runtime.batch import Batch, build_batch
 from legato.runtime.cache import CacheLayout
 from legato.runtime.controls import ControlTable
 from legato.runtime.decode import Decoder
@@ -29,9 +29,9 @@ from legato.runtime.grammar import Gate, Grammars
 from legato.runtime.graphs import buckets
 from legato.runtime.host import HostPages
 from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
-from legato.runtime.mailbox import Letter, Mailbox, Ring
+from legato.runtime.mailbox import Letter, Line, Mailbox, Ring
 from legato.runtime.rows import Rows
-from legato.runtime.speculate import Iteration, Verified
+from legato.runtime.speculate import Iteration
 from legato.types import ParameterError, SamplingParams, TokenLogprob
 
 _IDS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias", "grammar_after", "reasoning_end")
@@ -39,38 +39,60 @@ _IDS = ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logit_bias", "g
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched plan. `outcome()` waits for the device and brings the result to the host."""
+class Part:
+    """What some device rows sample in one iteration: a letter with a line for each, and what else is wanted of them. `plain`:
+    rows that asked for no drafts."""
 
-    plan: Plan
-    sampler_rows: tuple[int, ...]
-    drafted: tuple[int, ...]
-    letter: Letter | None
+    rows: tuple[int, ...]
+    letter: Letter
     logprobs: Logprobs | None
-    wanted_logprobs: tuple[int, ...]
-    prompt_logprobs: tuple[PromptChunk, ...] = ()
+    wanted: tuple[int, ...]
+    plain: frozenset[int]
 
-    def outcome(self) -> Outcome:
-        """What came back, row by row."""
-        lines = [] if self.letter is None else self.letter.read()[: len(self.sampler_rows)]
-        emissions = tuple(
+    def emissions(self) -> list[Emission]:
+        """Row by row, when the letter has come."""
+        lines = self.letter.read()[: len(self.rows)]
+        return [
             Emission(
                 row=row,
                 tokens=line.sampled[: line.count],
                 done=line.done,
                 accepted=line.accepted,
-                drafted=self.drafted[index] if line.live else 0,
-                logprobs=self._logprobs(index, line.sampled, line.count),
+                drafted=line.offered if line.live else 0,
+                logprobs=self._logprobs(index, line),
+                is_plain=row in self.plain,
             )
-            for index, (row, line) in enumerate(zip(self.sampler_rows, lines, strict=True))
-        )
-        return Outcome(self.plan.epoch, emissions, tuple(chunk.values() for chunk in self.prompt_logprobs))
+            for index, (row, line) in enumerate(zip(self.rows, lines, strict=True))
+        ]
 
-    def _logprobs(self, index: int, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...] | None:
-        top = self.wanted_logprobs[index]
+    def _logprobs(self, index: int, line: Line) -> tuple[TokenLogprob, ...] | None:
+        top = self.wanted[index]
         if self.logprobs is None or top < 0:
             return None
-        return self.logprobs.rows(index).entries(tokens[:count], top)
+        return self.logprobs.rows(index).entries(line.sampled[: line.count], top)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched plan. `outcome()` waits for the device and brings the result to the host."""
+
+    plan: Plan
+    parts: tuple[Part, ...]
+    prompt_logprobs: tuple[PromptChunk, ...] = ()
+
+    def outcome(self) -> Outcome:
+        """What came back, row by row."""
+        emissions = tuple(emission for part in self.parts for emission in part.emissions())
+        return Outcome(self.plan.epoch, emissions, tuple(chunk.values() for chunk in self.prompt_logprobs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Chunks of prompts on their way through the layers."""
+
+    extends: tuple[Extend, ...]
+    batch: Batch
+    midway: Midway
 
 
 class Runner:
@@ -91,16 +113,19 @@ class Runner:
         mtp = None if weights.mtp is None else Mtp(spec, weights.mtp, weights.embed, head, communicator)
         if caches is None:
             caches = CacheLayout(spec, settings.latent, settings.index).allocate(settings.num_pages, settings.device)
-        self.iteration = Iteration(target, mtp, caches, settings.num_drafts)
+        self.iteration = Iteration(target, mtp, caches, settings.draft_threshold)
         device = torch.device(settings.device)
         self.decoder = Decoder(self.iteration, self.rows, settings) if device.type == "cuda" else None
-        self.mailbox = Mailbox(buckets(settings.max_running)[-1], MAX_DRAFTS + 1, device)
+        self.mailbox = Mailbox(buckets(settings.max_running)[-1], 2 * MAX_DRAFTS + 1, device)
         self.host = HostPages(caches, settings.host_pages) if settings.host_pages else None
         self.grammars: Grammars | None = None
         self._controls = ControlTable(self.rows, spec.vocab_size)
         self._gates: dict[int, Gate] = {}
+        self._unread: dict[int, tuple[Letter, int]] = {}
+        self._drafts: dict[int, tuple[int, ...]] = {}
         self._temperature: dict[int, float] = {}
         self._plain: set[int] = set()
+        self._pass: _Pass | None = None
         self._wanted_logprobs: dict[int, int] = {}
         self._wanted_prompt_logprobs: dict[int, int] = {}
 
@@ -135,46 +160,86 @@ class Runner:
             self._admit(admit)
         for grant in plan.grants:
             self.rows.grant(grant)
+        if self.decoder is None and plan.layers is None:
+            batch = build_batch(plan, self.rows, self.spec).within(self.settings.score_bytes)
+            return self._land(plan, batch, self.iteration.target.enter(batch.ids))
+        flight = self._extend(plan) if plan.extends else Flight(plan, ())
+        if not plan.decodes:
+            return flight
+        only = replace(plan, extends=())
+        part = self._decode_eagerly(only) if self.decoder is None else self._decode(self.decoder, only)
+        return replace(flight, parts=(*flight.parts, part))
+
+    def _extend(self, plan: Plan) -> Flight:
+        """The plan's prompts alone, through as many layers as it says. Raises RuntimeError if they are not where it says."""
+        layers = range(self.spec.num_layers) if plan.layers is None else plan.layers
+        only = replace(plan, decodes=())
+        if layers.start == 0:
+            batch = build_batch(only, self.rows, self.spec).within(self.settings.score_bytes)
+            held = _Pass(plan.extends, batch, self.iteration.target.enter(batch.ids))
+        elif self._pass is not None and (self._pass.extends, self._pass.midway.depth) == (plan.extends, layers.start):
+            held = self._pass
+        else:
+            raise RuntimeError(f"plan {plan.epoch} goes on at layer {layers.start} with chunks that are not there")
+        self._pass = None
+        if layers.stop == self.spec.num_layers:
+            return self._land(only, held.batch, held.midway)
+        midway = self.iteration.target.through(held.midway, held.batch.step, self.iteration.caches, layers.stop)
+        self._pass = replace(held, midway=midway)
+        return Flight(plan, ())
+
+    def _land(self, plan: Plan, batch: Batch, midway: Midway) -> Flight:
+        """The rest of the layers, and all that comes behind them."""
+        iteration = self.iteration
+        hidden = iteration.target.through(midway, batch.step, iteration.caches, self.spec.num_layers).normed
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
-        drafted, wanted = self._drafted(plan, sampler_rows), tuple(self._wanted_logprobs[row] for row in sampler_rows)
-        if self.decoder is not None and not plan.extends:
-            return self._decode(self.decoder, plan, drafted, wanted)
-        batch = build_batch(plan, self.rows, self.spec, self.settings.num_drafts, self._plain)
-        batch = batch.within(self.settings.score_bytes)
-        hidden, verified = self.iteration.run(batch, self.rows, self._draw(sampler_rows))
-        letter = None if verified is None else self._post(verified)
-        logprobs = self._logprobs(verified, wanted)
-        return Flight(plan, sampler_rows, drafted, letter, logprobs, wanted, self._prompt_logprobs(plan, hidden))
-
-    def _decode(self, decoder: Decoder, plan: Plan, drafted: tuple[int, ...], wanted: tuple[int, ...]) -> Flight:
-        """The steady state on a GPU: as one graph, unless something asks for more than tokens."""
-        is_plain = max(wanted) < 0 and not any(self._controls.holds(row) for row in plan.decodes)
-        variant = self._variant(plan.decodes)
-        bucket = decoder.seats.seat(plan.decodes)
-        if is_plain and decoder.has_graph(bucket, variant):
-            letter = self.mailbox.post(*decoder.launch(bucket, variant))
-            return Flight(plan, plan.decodes, drafted, letter, None, wanted)
-        verified = decoder.run(bucket, self._draw(plan.decodes))
-        letter = self._post(verified)
-        return Flight(plan, plan.decodes, drafted, letter, self._logprobs(verified, wanted), wanted)
-
-    def _post(self, verified: Verified) -> Letter:
-        """Of an iteration that is no graph: its letter has a ring of its own."""
-        num_requests, num_tokens = verified.sampled.shape
-        ring = Ring(num_requests, num_tokens, verified.sampled.device)
+        draw = self._draw(sampler_rows, num_drafts=0)
+        verified = iteration.finish(hidden, batch, self.rows, draw, plan.num_drafts)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        if verified is None:
+            return Flight(plan, (), prompt_logprobs)
+        (num_requests, width), num_drafts = verified.sampled.shape, verified.drafts.shape[1]
+        ring = Ring(num_requests, width, num_drafts, verified.sampled.device)
         ring.write(verified)
-        return self.mailbox.post(*ring.take())
+        part = self._part(sampler_rows, self.mailbox.post(ring.take()), verified.logits, verified.sampled)
+        return Flight(plan, (part,), prompt_logprobs)
 
-    def _drafted(self, plan: Plan, sampler_rows: Sequence[int]) -> tuple[int, ...]:
-        """How many drafts each sampling row verifies."""
-        decodes = set(plan.decodes) - self._plain
-        return tuple(self.settings.num_drafts if row in decodes else 0 for row in sampler_rows)
+    def _decode_eagerly(self, plan: Plan) -> Part:
+        batch = build_batch(plan, self.rows, self.spec).within(self.settings.score_bytes)
+        return self._land(plan, batch, self.iteration.target.enter(batch.ids)).parts[0]
+
+    def _decode(self, decoder: Decoder, plan: Plan) -> Part:
+        """The steady state on a GPU: one graph, or two where something asks for more than the tokens of a plain choice."""
+        rows, variant = plan.decodes, self._variant(plan.decodes)
+        bucket = decoder.seats.seat(rows)
+        is_plain = all(self._wanted_logprobs[row] < 0 and not self._controls.holds(row) for row in rows)
+        if is_plain:
+            letter = self.mailbox.post(decoder.launch(decoder.key(bucket, variant, plan.num_drafts)))
+            return Part(rows, letter, None, (-1,) * len(rows), self._plain_of(rows))
+        key, begun = decoder.begin(len(rows))
+        draw = self._draw(rows, key.num_drafts)  # reads what the iteration before has brought, while this one runs
+        tokens = draw.verify(begun.logits, self.rows, begun.samplers)
+        begun.tokens.copy_(tokens)
+        done = decoder.complete(key, begun)
+        draw.record(begun.samplers, tokens, done.verified.counts)
+        return self._part(rows, self.mailbox.post(done.written), done.verified.logits, tokens)
+
+    def _part(self, rows: tuple[int, ...], letter: Letter, logits: Tensor, sampled: Tensor) -> Part:
+        if self.decoder is not None:  # elsewhere grammars are moved as tokens are chosen
+            self._unread |= {row: (letter, index) for index, row in enumerate(rows) if row in self._gates}
+        wanted = tuple(self._wanted_logprobs[row] for row in rows)
+        return Part(rows, letter, self._logprobs(logits, sampled, wanted), wanted, self._plain_of(rows))
+
+    def _plain_of(self, rows: tuple[int, ...]) -> frozenset[int]:
+        return frozenset(self._plain.intersection(rows))
 
     def _admit(self, admit: Admit) -> None:
         row, controls = admit.row, admit.controls
         self.rows.admit(admit)
         self._controls.admit(admit)
         self._gates.pop(row, None)
+        self._unread.pop(row, None)
+        self._drafts.pop(row, None)
         if controls is not None and controls.grammar is not None:
             if self.grammars is None:
                 raise RuntimeError("a grammar needs the tokenizer's vocabulary: set `grammars` first")
@@ -187,21 +252,36 @@ class Runner:
     def _variant(self, sampler_rows: Sequence[int]) -> Variant:
         return "greedy" if all(self._temperature[row] == 0.0 for row in sampler_rows) else "general"
 
-    def _draw(self, sampler_rows: Sequence[int]) -> Draw:
-        """The cheapest way to choose that is right for all rows that sample."""
+    def _draw(self, sampler_rows: Sequence[int], num_drafts: int) -> Draw:
+        """The cheapest way to choose that is right for all rows that sample; `num_drafts` of theirs are verified at most."""
         choose = CHOICES[self._variant(sampler_rows)]
         if not any(self._controls.holds(row) for row in sampler_rows):
             return PlainDraw(choose)
         gates = {index: self._gates[row] for index, row in enumerate(sampler_rows) if row in self._gates}
-        return ControlledDraw(choose, self._controls, gates)
+        if self.decoder is None:
+            return ControlledDraw(choose, self._controls, gates)
+        foreseen: dict[int, bytes] = {}
+        for index, gate in gates.items():
+            drafts = self._catch_up(sampler_rows[index])[:num_drafts]
+            first = index * (num_drafts + 1)
+            foreseen |= {first + offset: mask for offset, mask in enumerate(gate.masks(drafts))}
+        return ControlledDraw(choose, self._controls, {}, foreseen)
 
-    def _logprobs(self, verified: Verified | None, wanted: tuple[int, ...]) -> Logprobs | None:
-        if verified is None or max(wanted, default=-1) < 0:
+    def _catch_up(self, row: int) -> tuple[int, ...]:
+        """Moves a row's grammar to where its last letter says the text stands; returns the drafts that stand behind it."""
+        if (unread := self._unread.pop(row, None)) is not None:
+            letter, index = unread
+            line = letter.read()[index]
+            self._gates[row].accept(line.sampled[: line.count])
+            if line.count:
+                self._drafts[row] = line.drafts
+        return self._drafts.get(row, ())
+
+    def _logprobs(self, logits: Tensor, sampled: Tensor, wanted: tuple[int, ...]) -> Logprobs | None:
+        if max(wanted, default=-1) < 0:
             return None
-        num_requests, width, vocab = verified.logits.shape  # rows of a padded batch included
-        return token_logprobs(verified.logits.view(-1, vocab), verified.sampled.view(-1), max(wanted)).shaped(
-            num_requests, width
-        )
+        num_requests, width, vocab = logits.shape  # rows of a padded batch included
+        return token_logprobs(logits.view(-1, vocab), sampled.view(-1), max(wanted)).shaped(num_requests, width)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> tuple[PromptChunk, ...]:
         """For chunks of prompts whose log-probabilities are wanted; the rows of extends come first, in order."""

@@ -23,6 +23,11 @@ def staged(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: 
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """The same for a tensor of the host."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
 def stage_into(target: Tensor, values: Sequence[int]) -> None:
     """The same into a contiguous tensor of that many elements, which takes no device memory."""
     if target.device.type == "cpu":

@@ -24,6 +24,8 @@ LOG = logging.getLogger(__name__)
 
 _STRIDE = 7919
 """A prime, between the ids of neighbouring tokens of the prompts that are run."""
+_EDGES = (1, 2, 4, 6, 8, 16, 32, 64, 128, 256, 512)
+"""Row counts of the kernels' forms."""
 Report = Callable[[str, int, int], None]
 """What is being done, how many steps of it are done, and of how many."""
 
@@ -40,8 +42,9 @@ class WarmUp:
 
 
 def prompt_sizes(chunk_tokens: int) -> tuple[int, ...]:
-    """Numbers of prompt rows at which kernels may change: on both sides of 8 and 16 rows, and a whole chunk."""
-    return tuple(sorted({min(size, chunk_tokens) for size in (1, 8, 9, 16, 17, 64, chunk_tokens)}))
+    """Numbers of prompt rows at which kernels may change, on both sides of each, and a whole chunk."""
+    edges = {size for edge in _EDGES for size in (edge, edge + 1)}
+    return tuple(sorted({min(size, chunk_tokens) for size in (*edges, chunk_tokens)}))
 
 
 @torch.inference_mode()
@@ -73,19 +76,21 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
 def run_prompt(runner: Runner, size: int, variants: Collection[Variant]) -> None:
     """A chunk of a prompt, and the end of one with each way of sampling. Different tokens, so that many experts are reached."""
     tokens = tuple(position * _STRIDE % runner.spec.vocab_size for position in range(size))
-    draws = [(0, PlainDraw(CHOICES["greedy"])), *((None, PlainDraw(CHOICES[variant])) for variant in variants)]
+    draws: list[tuple[int | None, PlainDraw]] = [(None, PlainDraw(CHOICES[variant])) for variant in variants]
+    if size == runner.settings.chunk_tokens:  # others are chunks that end a prompt
+        draws.append((0, PlainDraw(CHOICES["greedy"])))
     for next_token, draw in draws:
-        plan = Plan(0, (), (Extend(0, 0, tokens, next_token),), ())
-        batch = build_batch(plan, runner.rows, runner.spec, runner.settings.num_drafts)
-        runner.iteration.run(batch.within(runner.settings.score_bytes), runner.rows, draw)
+        plan = Plan(0, (), (Extend(0, 0, tokens, next_token),), (), num_drafts=runner.settings.num_drafts)
+        batch = build_batch(plan, runner.rows, runner.spec)
+        runner.iteration.run(batch.within(runner.settings.score_bytes), runner.rows, draw, plan.num_drafts)
     runner.rows.lengths[0].fill_(0)
+    runner.rows.drafted[0].fill_(0)
 
 
 def _capture(decoder: Decoder, report: Report) -> int:
     """Captures all graphs; returns the memory of their pool."""
-    keys = decoder.keys()
-    for done, key in enumerate(keys):
-        report(f"capturing {key.variant} batches of {key.bucket}", done, len(keys))
-        decoder.capture(key)
+    total = len(decoder.graph_keys())
+    for done, key in enumerate(decoder.capture_all()):
+        report(f"capturing {key.part} of batches of {key.bucket}", done, total)
     torch.cuda.synchronize()
     return decoder.graphs.pool_bytes

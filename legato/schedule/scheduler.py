@@ -7,15 +7,26 @@ everyone who runs; when pages run out all the same, the least important request 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from legato.plan import Admit, Emission, Extend, Outcome, PageGrant, Plan, PromptLogprobs
 from legato.schedule.controls import controls_of
+from legato.schedule.depth import Depths
 from legato.schedule.limits import Limits
+from legato.schedule.pace import Pace
 from legato.schedule.pages import Pages
 from legato.schedule.pool import Pool
 from legato.schedule.queue import Deadlines, WaitingQueue, rank_of
 from legato.schedule.request import Progress, QueueFull, Request, RequestError, Sequence
 from legato.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Chunks that have been through the layers before `stop` and must go on."""
+
+    extends: tuple[Extend, ...]
+    stop: int
 
 
 class Scheduler:
@@ -34,6 +45,9 @@ class Scheduler:
         self._launched: dict[int, Plan] = {}
         self._epoch = self._arrivals = 0
         self._refused: tuple[Sequence, int] | None = None
+        self._depths = Depths(limits.depths or (limits.num_drafts,))
+        self._pace = Pace(limits.num_layers, limits.slowdown)
+        self._pass: _Pass | None = None
 
     @property
     def has_work(self) -> bool:
@@ -97,38 +111,76 @@ class Scheduler:
         grants = self._top_up()
         ranked = sorted(self._running.values(), key=rank_of)
         decodes = tuple(sequence.row for sequence in ranked if self._can_decode(sequence))
-        # Prompts get what running requests leave of the iteration, and never less than a quarter: no one starves.
-        rows = self.limits.chunk_tokens - len(decodes) * (self.limits.num_drafts + 1)
-        budget = max(rows, self.limits.chunk_tokens // 4, 1)
+        num_drafts = self._num_drafts(decodes)
+        admits: list[Admit] = []
+        extends = self._pass.extends if self._pass else self._chunks(ranked, admits, len(decodes), now)
+        layers = self._layers(extends, len(decodes), num_drafts)
+        moves = self.pages.take_moves() if extends or decodes else ()
+        plan = Plan(self._epoch, tuple(admits), extends, decodes, tuple(grants), moves, num_drafts, layers)
+        if not plan.is_empty:
+            self._launch(plan)
+        return plan
+
+    def _chunks(self, ranked: list[Sequence], admits: list[Admit], num_decoding: int, now: float) -> tuple[Extend, ...]:
+        """The next chunks of prompts; requests that are admitted for them are added to `admits`."""
+        budget = self._budget(num_decoding)
         extends: list[Extend] = []
         for sequence in ranked:
             if sequence.state == "prefilling" and budget > 0:
                 extends.append(self._extend(sequence, budget))
                 budget -= len(extends[-1].tokens)
-        admits: list[Admit] = []
         while budget > 0 and (sequence := self._admit_next()) is not None:
             if sequence.admitted_at is None:
                 sequence.admitted_at = now
             admits.append(self._admission(sequence))
             extends.append(self._extend(sequence, budget))
             budget -= len(extends[-1].tokens)
-        moves = self.pages.take_moves() if extends or decodes else ()
-        plan = Plan(self._epoch, tuple(admits), tuple(extends), decodes, tuple(grants), moves)
-        if not plan.is_empty:
-            self._launch(plan)
-        return plan
+        return tuple(extends)
 
-    def settle(self, outcome: Outcome) -> list[Progress]:
+    def _budget(self, num_decoding: int) -> int:
+        """Rows of prompts in one plan: a whole chunk where they run between the iterations of others. In the same rows they get
+        what running requests leave, and never less than a quarter: no one starves."""
+        limits = self.limits
+        if self._pace.cuts:
+            return limits.chunk_tokens
+        rows = limits.chunk_tokens - num_decoding * (limits.num_drafts + 1)
+        return max(rows, limits.chunk_tokens // 4, 1)
+
+    def _num_drafts(self, decodes: tuple[int, ...]) -> int:
+        """K of an iteration: what measurements say, for requests that ask for no number; and enough for those that do."""
+        asked = [self._running[row].request.num_drafts for row in decodes]
+        named = [number for number in asked if number is not None]
+        enough = self._depths.at_least(max(named)) if named else 0
+        return enough if decodes and len(named) == len(asked) else max(enough, self._depths.choose(max(len(asked), 1)))
+
+    def _layers(self, extends: tuple[Extend, ...], num_decoding: int, num_drafts: int) -> range | None:
+        """Through which layers the chunks go in this plan; `None`: all of them."""
+        if not extends or not self._pace.cuts:
+            return None
+        start, stop = self._pass.stop if self._pass else 0, self.limits.num_layers
+        if num_decoding:
+            num_rows = sum(len(extend.tokens) for extend in extends)
+            stop = self._pace.stop(start, num_rows, num_decoding, num_drafts)
+        return None if (start, stop) == (0, self.limits.num_layers) else range(start, stop)
+
+    def _is_whole(self, plan: Plan) -> bool:
+        """Whether the plan's chunks, if it has any, come to the end of the layers with it."""
+        return plan.layers is None or plan.layers.stop == self.limits.num_layers
+
+    def settle(self, outcome: Outcome, seconds: float | None = None) -> list[Progress]:
         """Takes in what an iteration brought, and frees what only it could still touch.
 
         What it brought to a request that has ended or was preempted meanwhile is dropped: nobody waits for it, or it comes again.
+        `seconds`: from the end of the iteration before it to its own, where the device worked all the time.
         """
         progress: list[Progress] = []
         plan = self._launched.pop(outcome.epoch)
+        self._observe(plan, outcome, seconds)
         for row in plan.decodes:
             if (sequence := self._running.get(row)) is not None:
                 sequence.in_flight -= 1
-        for extend in plan.extends:
+        ran = plan.extends if self._is_whole(plan) else ()
+        for extend in ran:
             if (sequence := self._running.get(extend.row)) is not None:
                 sequence.committed = extend.start + len(extend.tokens)
         for some in outcome.prompt_logprobs:
@@ -137,7 +189,7 @@ class Scheduler:
         for emission in outcome.emissions:
             if (sequence := self._running.get(emission.row)) is not None:
                 progress += self._take(sequence, emission)
-        for extend in plan.extends:
+        for extend in ran:
             if extend.next_token is not None and (sequence := self._running.get(extend.row)) is not None:
                 self._commit(sequence)
         self.pages.pool.settle(outcome.epoch)
@@ -263,8 +315,6 @@ class Scheduler:
         start, text = sequence.launched, sequence.text
         stop = min(start + budget, sequence.prefill)
         sequence.launched = stop
-        if stop == sequence.prefill:
-            sequence.state = "decoding"
         return Extend(sequence.row, start, tuple(text[start:stop]), text[stop] if stop < sequence.prefill else None)
 
     def _launch(self, plan: Plan) -> None:
@@ -272,8 +322,23 @@ class Scheduler:
             self._running[row].in_flight += 1
         for row in (*plan.decodes, *(extend.row for extend in plan.extends)):
             self._running[row].last_epoch = plan.epoch
+        is_whole = self._is_whole(plan)
+        for extend in plan.extends if is_whole else ():
+            if extend.next_token is None:
+                self._running[extend.row].state = "decoding"
+        self._pass = _Pass(plan.extends, plan.layers.stop) if plan.layers is not None and not is_whole else None
         self._launched[plan.epoch] = plan
         self._epoch += 1
+
+    def _observe(self, plan: Plan, outcome: Outcome, seconds: float | None) -> None:
+        if not plan.decodes:
+            return
+        if seconds is not None:
+            self._pace.observe(plan, seconds)
+        free = {row for row in plan.decodes if row in self._running and self._running[row].request.num_drafts is None}
+        accepted = [emission.accepted for emission in outcome.emissions if emission.row in free and emission.tokens]
+        alone = seconds if not plan.extends else None
+        self._depths.observe(plan.num_drafts, accepted, len(plan.decodes), alone)
 
     def _take(self, sequence: Sequence, emission: Emission) -> list[Progress]:
         sequence.text.extend(emission.tokens)
@@ -333,7 +398,15 @@ class Scheduler:
     def _unseat(self, sequence: Sequence) -> None:
         """Gives row and pages back: free, or shared as far as they are settled, once no launched iteration can touch them."""
         assert sequence.holding is not None, "what runs holds pages"
+        if self._pass is not None and any(extend.row == sequence.row for extend in self._pass.extends):
+            self._drop_pass(self._pass)
         self.pages.release(sequence.holding, sequence.text, sequence.committed, sequence.last_epoch)
         self.rows.give_back((sequence.row,), sequence.last_epoch)
         del self._running[sequence.row]
         sequence.holding = None
+
+    def _drop_pass(self, dropped: _Pass) -> None:
+        """Chunks that are half through the layers run again from the first: one of their requests gives its pages away."""
+        for extend in dropped.extends:
+            self._running[extend.row].launched = extend.start
+        self._pass = None

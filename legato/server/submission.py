@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 import legato.engine.messages as messages
+from legato.config import MAX_DRAFTS
 from legato.types import MAX_STOP_IDS, SamplingParams
 
 RefusalKind = Literal["invalid", "never_fits", "queue_full", "draining"]
@@ -48,7 +49,8 @@ class GenerationRequest:
         timeout_s: it ends then with the reason "deadline", wherever it is.
         cache_salt: it shares cached prefixes with requests of the same salt only.
         id: unique among open requests; `None`: one is made.
-        num_drafts: 0 decodes plainly; `None`: as many drafts as the engine makes.
+        num_drafts: how many drafts it verifies per iteration at most, 0 to 7, as far as the engine makes them; 0 decodes
+            plainly; `None`: as many as the engine makes.
     """
 
     prompt: tuple[int, ...]
@@ -73,8 +75,8 @@ def framed(request_id: str, request: GenerationRequest, vocab_size: int) -> byte
     _check_ids("stop_ids", request.stop_ids, vocab_size)
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise _invalid("stop_ids", f"at most {MAX_STOP_IDS} ids can end a request, got {len(request.stop_ids)}")
-    if request.num_drafts not in (None, 0):
-        raise _invalid("num_drafts", f"must be 0, or left out for the engine's own number, got {request.num_drafts}")
+    if request.num_drafts is not None and not 0 <= request.num_drafts <= MAX_DRAFTS:
+        raise _invalid("num_drafts", f"must be between 0 and {MAX_DRAFTS}, got {request.num_drafts}")
     if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
         raise _invalid("timeout_s", f"must be a number of seconds, 0 or more, got {timeout_s}")
     seed = params.seed if request.seed is None else request.seed

@@ -65,7 +65,7 @@ def test_against_the_model(shipped: Shipped, some: list[tuple[int, ...]], plain:
         text = [*prompt, *tokens]
         assert sorted(of_prompt) == list(range(1, len(prompt))) and len(logprobs) == len(tokens)
         runner.rows.admit(Admit(1, tuple(range(1, 9)), 512, (), 0.0, 0, 1.0, 0.0, 0, -1))
-        batch = build_batch(Plan(0, (), (Extend(1, 0, tuple(text), 0),), ()), runner.rows, runner.spec, 0)
+        batch = build_batch(Plan(0, (), (Extend(1, 0, tuple(text), 0),), ()), runner.rows, runner.spec)
         target = runner.iteration.target
         values = target.logits(target.hidden(batch.ids, batch.step, runner.iteration.caches)).double().log_softmax(-1)
         entries = [of_prompt[at] for at in range(1, len(prompt))] + logprobs

@@ -120,7 +120,7 @@ def next_logits(engine: Engine, text: Sequence[int]) -> list[float]:
     """The model's logits behind a text, computed from nothing in a row of their own."""
     runner = engine.runner
     runner.rows.admit(Admit(16, tuple(range(100, 102)), 128, (), 0.0, 0, 1.0, 0.0, 0, -1))
-    batch = build_batch(Plan(0, (), (Extend(16, 0, tuple(text), 0),), ()), runner.rows, runner.spec, 0)
+    batch = build_batch(Plan(0, (), (Extend(16, 0, tuple(text), 0),), ()), runner.rows, runner.spec)
     hidden = runner.iteration.target.hidden(batch.ids, batch.step, runner.iteration.caches)
     return runner.iteration.target.logits(hidden[-1:])[0].double().tolist()
 

@@ -37,7 +37,7 @@ def logits(folder: Path, resident: Residency) -> torch.Tensor:
     runner = Runner(spec, weights, settings)
     runner.rows.admit(Admit(1, (1,), LENGTH, (), 0.0, 0, 1.0, 0.0, 0, -1))
     tokens = tuple(torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist())
-    batch = build_batch(Plan(0, (), (Extend(1, 0, tokens, None),), ()), runner.rows, spec, 0)
+    batch = build_batch(Plan(0, (), (Extend(1, 0, tokens, None),), ()), runner.rows, spec)
     target = runner.iteration.target
     return target.logits(target.hidden(batch.ids, batch.step, runner.iteration.caches))
 

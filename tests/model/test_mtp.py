@@ -133,8 +133,8 @@ def runner(tensors: dict[str, Tensor], tmp_path: Path) -> Runner:
 def iterate(runner: Runner, plan: Plan) -> list[Tensor]:
     """Runs one iteration and returns the draft logits, one tensor [B, W] per draft."""
     draw = Recorder()
-    batch = build_batch(plan, runner.rows, runner.spec, K)
-    runner.iteration.run(batch, runner.rows, PlainDraw(draw))
+    batch = build_batch(replace(plan, num_drafts=K), runner.rows, runner.spec)
+    runner.iteration.run(batch, runner.rows, PlainDraw(draw), K)
     return draw.seen[1:]
 
 
@@ -142,7 +142,7 @@ def iterate(runner: Runner, plan: Plan) -> list[Tensor]:
 def target_hidden(runner: Runner, ids: list[int], row: int) -> Tensor:
     """Post-norm hiddens of a text, computed afresh in another row."""
     runner.rows.admit(Admit(row, tuple(range(40, 40 + len(ids) // 64 + 1)), 512, (), 0.0, 0, 1.0, 0.0, 0, -1))
-    batch = build_batch(Plan(0, (), (Extend(row, 0, tuple(ids), 0),), ()), runner.rows, runner.spec, K)
+    batch = build_batch(Plan(0, (), (Extend(row, 0, tuple(ids), 0),), ()), runner.rows, runner.spec)
     return runner.iteration.target.hidden(batch.ids, batch.step, runner.iteration.caches)
 
 

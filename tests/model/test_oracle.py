@@ -81,7 +81,7 @@ class Engineless:
 
     @torch.inference_mode()
     def extend(self, extends: Sequence[Extend]) -> Tensor:
-        batch = build_batch(Plan(0, (), tuple(extends), ()), self.runner.rows, self.spec, 0)
+        batch = build_batch(Plan(0, (), tuple(extends), ()), self.runner.rows, self.spec)
         hidden = self.runner.iteration.target.hidden(batch.ids, batch.step, self.runner.iteration.caches)
         return self.runner.iteration.target.logits(hidden)
 

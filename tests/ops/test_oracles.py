@@ -594,6 +594,11 @@ def verify(sampled, drafts, num_drafts):
 
 
 @oracle
+def likelihood(logits, tokens):
+    return double(logits).softmax(1).gather(1, tokens[:, None])[:, 0]
+
+
+@oracle
 def logprobs(logits, tokens, top):
     values = double(logits) - double(logits).exp().sum(-1, keepdim=True).log()
     ids = [sorted(range(logits.shape[1]), key=lambda token: (-row[token], token))[:top] for row in logits.tolist()]
@@ -619,31 +624,39 @@ def gather_rows(tokens, lengths, rows, depth):
 
 
 @oracle
-def advance_rows(tokens, lengths, done, rows, base, sampled, counts, ended, drafts):
+def advance_rows(tokens, lengths, done, drafted, rows, base, sampled, counts, ended, drafts, likely, threshold):
     for request, row in enumerate(rows.tolist()):
         count = int(counts[request])
         if count:
             tokens[row, 0] = sampled[request, count - 1]
-            for at, draft in enumerate([] if drafts is None else drafts[request].tolist()):
+            mine = [] if drafts is None else drafts[request].tolist()
+            for at, draft in enumerate(mine):
                 tokens[row, 1 + at] = draft
+            together, made = 1.0, 0
+            for at in range(len(mine)):
+                together *= 1.0 if likely is None else float(likely[request, at])
+                made += together >= threshold
+            drafted[row] = made
         lengths[row] = int(base[request]) + count
         done[row] = bool(ended[request])
-    return tokens, lengths, done
+    return tokens, lengths, done, drafted
 
 
 @oracle
-def decode_rows(places, tokens, lengths, done, num_drafts, page_table, width, theta, rope_dim):
+def decode_rows(places, tokens, lengths, done, num_drafts, drafted, page_table, width, theta, rope_dim):
     ids, positions, rows, slots = [], [], [], []
+    most = [min(int(asked), int(made), width - 1) for asked, made in zip(num_drafts, drafted, strict=True)]
     for place in places.tolist():
         row = place or int(places[0])
         for depth in range(width):
-            ids.append(int(tokens[row, depth]))
+            at = depth if depth <= most[row] else 0
+            ids.append(int(tokens[row, at]))
             rows.append(row)
-            positions.append(int(lengths[row]) + depth)
+            positions.append(int(lengths[row]) + at)
             slot = cache_slots(page_table, torch.tensor(rows[-1:]), torch.tensor(positions[-1:]))
-            slots.append(-1 if done[place] else int(slot))
+            slots.append(-1 if done[place] or at != depth else int(slot))
     at = torch.tensor(positions)
-    offered = torch.tensor([min(int(num_drafts[place]), width - 1) for place in places.tolist()])
+    offered = torch.tensor([most[place] for place in places.tolist()])
     stands = torch.tensor(ids), at, torch.tensor(rows), at + 1, torch.tensor(slots), *rope_angles(at, theta, rope_dim)
     return *stands, torch.tensor([int(lengths[place]) for place in places.tolist()]), offered
 
@@ -691,11 +704,13 @@ def extend_rows(sampled, counts, row_index, sampler_of, offset, next_ids, slots)
 
 
 @oracle
-def write_letter(letters, number, sampled, counts, accepted, ended, live):
+def write_letter(letters, number, sampled, drafts, counts, accepted, offered, ended, live):
     number += 1
-    facts = zip(sampled.tolist(), counts.tolist(), accepted.tolist(), ended.tolist(), live.tolist(), strict=True)
-    for request, (tokens, *others) in enumerate(facts):
-        letters[int(number) % len(letters), request] = torch.tensor([*tokens, *map(int, others), int(number)])
+    columns = (counts, accepted, offered, ended, live)
+    facts = zip(sampled.tolist(), drafts.tolist(), *(column.tolist() for column in columns), strict=True)
+    for request, (tokens, following, *others) in enumerate(facts):
+        line = [*tokens, *following, *map(int, others), int(number)]
+        letters[int(number) % len(letters), request] = torch.tensor(line)
     return letters, number
 
 

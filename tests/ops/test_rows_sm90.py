@@ -30,4 +30,5 @@ def test_tables_of_another_type_are_refused():
     with pytest.raises(ValueError, match=r"letters .* for 2 requests of 3 tokens"):
         flags = torch.zeros(2, dtype=torch.bool)
         letters = torch.zeros(8, 2, 6, dtype=torch.int64)
-        sm90.write_letter_sm90(letters, wide[:1], torch.zeros(2, 3, dtype=torch.int64), wide, wide, flags, flags)
+        tokens = torch.zeros(2, 3, dtype=torch.int64)
+        sm90.write_letter_sm90(letters, wide[:1], tokens, tokens, wide, wide, wide, flags, flags)

@@ -16,7 +16,7 @@ from legato.model.weights import Residency, load_weights
 from legato.plan import Admit, Plan
 from legato.runtime.batch import Layout, build_batch, decode_batch
 from legato.runtime.graphs import Seats, bucket_of, buckets
-from legato.runtime.mailbox import DEPTH, Letter, Line, Mailbox, MailboxError, Ring
+from legato.runtime.mailbox import DEPTH, Letter, Line, Mailbox, MailboxError, Ring, Written
 from legato.runtime.rows import Rows
 from legato.runtime.runner import Runner
 from legato.runtime.speculate import Verified
@@ -40,6 +40,7 @@ def rows(spec: ModelSpec) -> Rows:
         rows.admit(Admit(row, (row, row + 4), 128, (), 0.0, 0, 1.0, 0.0, row, -1, num_drafts=0 if row == 4 else None))
         rows.tokens[row] = torch.arange(8) + 10 * row
         rows.lengths[row] = 20 * row
+        rows.drafted[row] = K
     rows.done[3] = True
     return rows
 
@@ -50,9 +51,9 @@ def test_buckets_are_powers_of_two_that_hold_everyone():
 
 
 def test_a_batch_made_on_the_device_is_the_one_made_on_the_host(rows, spec):
-    decodes = (2, 3, 1)
+    decodes = (2, 3, 1)  # all of them with K drafts: else rows are repeated on a device, and left out on the host
     ours = decode_batch(torch.tensor(decodes), rows, spec, Layout.of(3, K, CPU))
-    theirs = build_batch(Plan(0, (), (), decodes), rows, spec, K)
+    theirs = build_batch(Plan(0, (), (), decodes, num_drafts=K), rows, spec)
     assert ours.samplers is not None and theirs.samplers is not None
     for one, other in ((ours, theirs), (ours.step, theirs.step), (ours.samplers, theirs.samplers)):
         for field in fields(one):
@@ -62,14 +63,27 @@ def test_a_batch_made_on_the_device_is_the_one_made_on_the_host(rows, spec):
 
 
 def test_padding_stores_nothing_and_a_row_without_drafts_accepts_none(rows, spec):
-    rows.num_drafts[0] = K  # as nothing keeps it from being
+    rows.num_drafts[0] = rows.drafted[0] = K  # as nothing keeps it from being
     batch = decode_batch(torch.tensor([4, 0, 0]), rows, spec, Layout.of(3, K, CPU))
     assert batch.samplers is not None
     assert batch.samplers.num_drafts.tolist() == [0, K, K] and batch.samplers.base.tolist() == [80, 0, 0]
     # They run what the first place runs: nothing of their own is read.
     assert batch.ids.view(3, -1).unique(dim=0).shape[0] == 1 and set(batch.step.request.tolist()) == {4}
-    assert (batch.step.slots[K + 1 :] == -1).all() and (batch.step.slots[: K + 1] >= 0).all()
-    assert batch.step.lengths.min() >= 1 and batch.step.positions[:2].tolist() == [80, 81]
+    # Row 4 verifies no drafts: behind its first row nothing new is run, and nothing stored.
+    assert (batch.step.slots[1:] == -1).all() and batch.step.slots[0] >= 0
+    assert batch.step.positions.tolist() == [80] * 18 and batch.step.lengths.tolist() == [81] * 18
+
+
+def test_rows_behind_the_likely_drafts_repeat_the_first(rows, spec):
+    rows.drafted[1] = 2
+    batch = decode_batch(torch.tensor([1, 2]), rows, spec, Layout.of(2, K, CPU))
+    assert batch.samplers is not None and batch.samplers.num_drafts.tolist() == [2, K]
+    assert batch.ids[: K + 1].tolist() == [10, 11, 12, 10, 10, 10]
+    assert batch.step.positions[: K + 1].tolist() == [20, 21, 22, 20, 20, 20]
+    assert (batch.step.slots[: K + 1] >= 0).tolist() == [True] * 3 + [False] * 3
+    host = build_batch(Plan(0, (), (), (1, 2), num_drafts=K), rows, spec)
+    assert host.samplers is not None and host.samplers.num_drafts.tolist() == [2, K]
+    assert host.ids.tolist() == [10, 11, 12, *range(20, 26)], "a CPU leaves them out"
 
 
 def test_seats_change_only_with_the_composition():
@@ -85,36 +99,40 @@ def test_seats_change_only_with_the_composition():
 def verified() -> Verified:
     sampled = torch.tensor([[5, 6, 7], [8, 9, 1]])
     yes, no = torch.tensor([True, False]), torch.tensor([False, True])
-    return Verified(torch.zeros(2, 3, 4), sampled, torch.tensor([2, 0]), torch.tensor([3, 0]), yes, no)
+    counts = torch.tensor([2, 0]), torch.tensor([2, 1]), torch.tensor([3, 0])
+    return Verified(torch.zeros(2, 3, 4), sampled, *counts, yes, no, torch.tensor([[3, 4], [1, 2]]))
 
 
-def written() -> tuple[torch.Tensor, int]:
-    ring = Ring(2, 3, CPU)
+def written() -> Written:
+    ring = Ring(2, 3, 2, CPU)
     ring.write(verified())
     return ring.take()
 
 
 def test_a_letter_says_what_was_verified():
-    letter = Mailbox(4, 8, CPU).post(*written())
-    assert letter.read() == [Line((5, 6, 7), 3, 2, True, False), Line((8, 9, 1), 0, 0, False, True)]
+    letter = Mailbox(4, 8, CPU).post(written())
+    lines = [Line((5, 6, 7), (3, 4), 3, 2, 2, True, False), Line((8, 9, 1), (1, 2), 0, 0, 1, False, True)]
+    assert letter.read() == lines
+    letter.lines.zero_()
+    assert letter.read() == lines, "it was read before its place was used again"
 
 
 def test_letters_of_a_ring_are_told_apart():
-    ring, mailbox = Ring(2, 3, CPU), Mailbox(4, 8, CPU)
+    ring, mailbox = Ring(2, 3, 2, CPU), Mailbox(4, 8, CPU)
     for _ in range(2 * DEPTH + 1):
         ring.write(verified())
-        mailbox.post(*ring.take()).read()
+        mailbox.post(ring.take()).read()
     with pytest.raises(MailboxError, match=f"letter {2 * DEPTH + 2} arrived as {DEPTH + 2}"):
-        mailbox.post(*ring.take()).read()  # no iteration wrote it
+        mailbox.post(ring.take()).read()  # no iteration wrote it
 
 
 def test_an_unread_letter_is_never_overwritten():
     mailbox = Mailbox(4, 8, CPU)
-    letters = [mailbox.post(*written()) for _ in range(DEPTH)]
+    letters = [mailbox.post(written()) for _ in range(DEPTH)]
     with pytest.raises(MailboxError, match="wait to be read"):
-        mailbox.post(*written())
+        mailbox.post(written())
     letters[0].read()
-    mailbox.post(*written())
+    mailbox.post(written())
 
 
 def test_a_letter_on_its_way_is_polled():
@@ -125,8 +143,8 @@ def test_a_letter_on_its_way_is_polled():
             self.looks += 1
             return self.looks > 3
 
-    event, (lines, number) = Event(), written()
-    assert len(Letter(lines, number, event, lines).read()) == 2  # type: ignore[arg-type]
+    event, sent = Event(), written()
+    assert len(Letter(sent.lines, sent, event, sent.lines).read()) == 2  # type: ignore[arg-type]
     assert event.looks == 4
 
 
@@ -157,5 +175,5 @@ def test_what_a_device_decides():
 
 
 def test_prompts_are_warmed_up_at_both_sides_of_every_border():
-    assert prompt_sizes(512) == (1, 8, 9, 16, 17, 64, 512)
-    assert prompt_sizes(12) == (1, 8, 9, 12)
+    assert prompt_sizes(512)[:10] == (1, 2, 3, 4, 5, 6, 7, 8, 9, 16) and prompt_sizes(512)[-3:] == (256, 257, 512)
+    assert prompt_sizes(12) == (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)

@@ -1,115 +1,19 @@
-"""Decoding as CUDA graphs on the shipped checkpoint: the tokens of the CPU, nothing that waits, nothing that grows.
-
-Tokens are compared request by request up to the first that differs, which is allowed only at a near-tie: where the CPU's best two
-logits are closer than what the arithmetic of the device can move them.
-"""
+"""Decoding as CUDA graphs on the shipped checkpoint: the tokens of the CPU, nothing that waits, nothing that grows."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
 from legato.bench.trace import Trace, figures
-from legato.config import Config, Resolved, resolve
-from legato.engine.loop import Engine
-from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine, targets_of
-from legato.model.checkpoint import Checkpoint
-from legato.model.inventory import stored_spec
-from legato.model.weights import GlmWeights, Residency, load_weights
-from legato.ops import bind
-from legato.ops.compiled import compilations
 from legato.schedule import Request
 from legato.types import SamplingParams
+from tests.runtime.on_gpu import GREEDY, PROMPTS, SAMPLED, engine, flips, prompts, run, taken
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-LENGTH = 64
-NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.125}
-"""Margins between the best two logits under which a device's rounding may choose the other one."""
-GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0.0)
-SAMPLED = SamplingParams(max_tokens=LENGTH, temperature=0.9, top_p=0.9, top_k=50, min_p=0.02)
-
-CHECKPOINT = Checkpoint.open(str(EMBEDDED_CHECKPOINT))
-SPEC = stored_spec(CHECKPOINT)
-
-
-@cache
-def weights(device: str, dtype: str) -> GlmWeights:
-    bind(targets_of(device))
-    return load_weights(CHECKPOINT, SPEC, device=device, dtype=getattr(torch, dtype), resident=Residency.DENSE)
-
-
-def engine(device: str = "cuda", dtype: str = "float32", num_drafts: int = 5, **changes: object) -> Engine:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    loaded, spec = weights(device, dtype), SPEC
-    bind(targets_of(device))
-    if not num_drafts:
-        loaded, spec = replace(loaded, mtp=None), replace(spec, has_mtp=False)
-    base: Resolved = resolve(Config(), max_position=SPEC.max_position, has_mtp=True, cuda_available=device == "cuda")
-    sizes = {"cache_tokens": 32768, "max_running": 8, "chunk_tokens": 128, **changes}
-    settings = replace(base, dtype=dtype, num_drafts=num_drafts, **sizes)  # type: ignore[arg-type]
-    return build_engine(spec, loaded, settings)
-
-
-def prompts(count: int, seed: int = 0, longest: int = 300) -> list[tuple[int, ...]]:
-    """Token ids in loops of their own, so that the checkpoint has something to go on with."""
-    drawn = random.Random(seed)
-    texts: list[tuple[int, ...]] = []
-    for _ in range(count):
-        phrase = [drawn.randrange(100, SPEC.vocab_size - 200) for _ in range(drawn.randrange(3, 30))]
-        length = drawn.randrange(1, longest)
-        texts.append(tuple((phrase * length)[:length]))
-    return texts
-
-
-PROMPTS = prompts(8)
-
-
-def run(served: Engine, texts: Sequence[tuple[int, ...]], params: SamplingParams, seed: int = 1000) -> list[list[int]]:
-    for index, text in enumerate(texts):
-        served.submit(Request(f"r{index}", text, params, (), seed + index))
-    tokens: dict[str, list[int]] = {f"r{index}": [] for index in range(len(texts))}
-    while served.has_work:
-        for progress in served.turn():
-            tokens[progress.request_id] += progress.tokens
-    return list(tokens.values())
-
-
-@cache
-def on_cpu() -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens without drafts, and the margin at each."""
-    served = engine("cpu", num_drafts=0)
-    torch.set_num_threads(2)  # small products: more threads wait for each other
-    params = replace(GREEDY, logprobs=2)
-    for index, text in enumerate(PROMPTS):
-        served.submit(Request(f"r{index}", text, params, (), index))
-    tokens: list[list[int]] = [[] for _ in PROMPTS]
-    margins: list[list[float]] = [[] for _ in PROMPTS]
-    while served.has_work:
-        for progress in served.turn():
-            index = int(progress.request_id[1:])
-            tokens[index] += progress.tokens
-            margins[index] += [entry.top[0][1] - entry.top[1][1] for entry in progress.logprobs or ()]
-    return tokens, margins
-
-
-def flips(found: Sequence[Sequence[int]], dtype: str) -> list[tuple[int, int, float]]:
-    """(request, position, margin) of the first token of each request that is not the CPU's. Fails at one that is no near-tie."""
-    differences: list[tuple[int, int, float]] = []
-    for index, (ours, theirs, margins) in enumerate(zip(found, *on_cpu(), strict=True)):
-        assert len(ours) == len(theirs)
-        for position, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            if one != other:
-                assert margins[position] < NEAR_TIE[dtype], f"request {index}, position {position}: {one}, CPU {other}"
-                differences.append((index, position, margins[position]))
-                break
-    print(f"{len(differences)} of {len(found)} requests leave the CPU's tokens at a near-tie: {differences}")
-    return differences
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 5, 7])
@@ -139,16 +43,6 @@ def test_tokens_do_not_depend_on_batch_mates(params: SamplingParams):
     together = run(served, PROMPTS, params)
     alone = [run(served, [text], params, 1000 + index)[0] for index, text in enumerate(PROMPTS)]
     assert alone == together
-
-
-def taken() -> dict[str, int]:
-    """What a process that is ready should take no more of."""
-    return {
-        "allocations": torch.cuda.memory_stats()["allocation.all.allocated"],
-        "bytes": torch.cuda.memory_allocated(),
-        "reserved bytes": torch.cuda.memory_reserved(),
-        "kernels compiled": compilations(),
-    }
 
 
 def test_the_steady_state_never_waits_and_takes_no_memory():

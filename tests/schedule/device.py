@@ -57,6 +57,7 @@ class Device:
     rows: dict[int, Row] = field(default_factory=dict)
     memory: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     host: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)
+    held: tuple[tuple[Extend, ...], int] = ((), 0)
     num_stalls: int = 0
     num_restored: int = 0
 
@@ -70,12 +71,29 @@ class Device:
             row = self.rows[grant.row]
             assert grant.first == len(row.pages), "pages are appended"
             row.pages += grant.pages
-        emissions = [emission for extend in plan.extends for emission in self._extend(extend)]
+        ran = plan.extends if self._is_through(plan) else ()
+        emissions = [emission for extend in ran for emission in self._extend(extend)]
         drafts = self.limits.num_drafts
         emissions += [
             self._decode(number, luck.choice((0, drafts, luck.randint(0, drafts)))) for number in plan.decodes
         ]
         return Outcome(plan.epoch, tuple(emissions))
+
+    def _is_through(self, plan: Plan) -> bool:
+        """Whether the plan's chunks have come to the end of the layers: only then may anyone read what they wrote."""
+        last = self.limits.num_layers
+        layers = range(last) if plan.layers is None else plan.layers
+        assert 0 <= layers.start < layers.stop <= last
+        assert not plan.extends or layers.start == 0 or self.held == (plan.extends, layers.start), (
+            "a pass that is not here"
+        )
+        for extend in plan.extends:  # as if every layer stored all over again: what was there before is lost
+            row, stop = self.rows[extend.row], extend.start + len(extend.tokens)
+            row.length = row.length or extend.start
+            assert stop <= self.capacity(row), "a prompt reaches past its pages"
+            self.memory.update((self._slot(row, position), None) for position in range(extend.start, stop))
+        self.held = (plan.extends, layers.stop) if plan.extends and layers.stop < last else ((), 0)
+        return layers.stop == last
 
     def _move(self, move: Move) -> None:
         """Carries a page out or in. What it leaves behind is gone: nobody may read it there."""

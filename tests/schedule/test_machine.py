@@ -35,10 +35,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache=st.booleans(),
         queue=st.integers(0, 20),
         host=st.sampled_from((0, 0.4, 2, 5)),
+        slowdown=st.sampled_from((0.0, 2.0)),
+        depths=st.sampled_from(((), (1, K))),
     )
-    def start(self, page: int, room: float, cache: bool, queue: int, host: float) -> None:
+    def start(
+        self, page: int, room: float, cache: bool, queue: int, host: float, slowdown: float, depths: tuple[int, ...]
+    ) -> None:
         num_pages, host_pages = int(CONTEXT * room) // page + 1, int(CONTEXT * host) // page
-        self.limits = Limits(3, 12, CONTEXT, K, num_pages, page, cache, max_waiting=queue, host_pages=host_pages)
+        self.limits = Limits(
+            3, 12, CONTEXT, K, num_pages, page, cache, queue, host_pages, depths, num_layers=5, slowdown=slowdown
+        )
         self.scheduler, self.device = Scheduler(self.limits), Device(self.limits)
         self.flight: Outcome | None = None
         self.flying: tuple[set[int], set[int], set[int]] | None = None
@@ -129,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.take(self.scheduler.take_ended())
             for outcome in landing:
                 if outcome is not None:
-                    self.take(self.scheduler.settle(outcome))
+                    self.take(self.scheduler.settle(outcome, random.Random(luck).choice((None, 0.5, 1, 2))))
             self.check()
 
     def check_reclaimed(self, plan: Plan) -> None:

@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "priority": ({"priority": "high"}, "invalid", "priority", "expected `int`, got `str`"),
     "large priority": ({"priority": 2**70}, "invalid", "priority", "64 bits"),
     "salt": ({"cache_salt": "\ud800"}, "invalid", "", "surrogates"),
-    "drafts": ({"num_drafts": 2}, "invalid", "num_drafts", "must be 0"),
+    "drafts": ({"num_drafts": 8}, "invalid", "num_drafts", "must be between 0 and 7"),
     "wrong type": ({"params": replace(SHORT, ignore_eos="yes")}, "invalid", "ignore_eos", "expected `bool`"),
     "huge limit": ({"params": SamplingParams(max_tokens=10**30)}, "invalid", "max_tokens", "64 bits"),
     "long prompt": ({"prompt": (1,) * 52}, "never_fits", "prompt", "52 tokens; the context of 52"),

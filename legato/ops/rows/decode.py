@@ -26,6 +26,7 @@ def decode_rows(
     lengths: Tensor,
     done: Tensor,
     num_drafts: Tensor,
+    drafted: Tensor,
     page_table: Tensor,
     width: int,
     theta: float,
@@ -33,24 +34,28 @@ def decode_rows(
 ) -> Stands:
     """B requests with `width` = K + 1 rows each: the newest token, then the drafts behind it.
 
-    A place that holds row 0 is empty: it runs the rows of the first place once more, which reaches no expert and reads no page
-    that they do not, and stores nothing.
+    Whatever has nothing to verify runs something that is run anyway, which reaches no expert and reads no page of its own, and
+    stores nothing: rows behind the drafts that a request is offered run its first row once more, and a place that holds row 0,
+    which is empty, runs the rows of the first place.
 
     places [B] int64 rows of the table, any number of them 0; tokens [M, K_max + 1] int64, lengths [M] int64 (the newest
-    token's position), done [M] bool (row 0's is True), num_drafts [M] int64, page_table [M, P] int32 -> with T = B * width,
-    request by request: ids [T] int64, positions [T] int64, request [T] int32 (row of the page table), visible [T] int32 keys
-    (position + 1), slots [T] int32 (-1 where nothing is stored: empty, finished, or past the table), cos and sin
-    [T, rope_dim / 2] float32 (`rope_angles`); and for each place base [B] int64 (its row's length), offered [B] int64 drafts
-    (its row's, at most K).
+    token's position), done [M] bool (row 0's is True), num_drafts [M] int64 drafts that the request verifies at most, drafted
+    [M] int64 drafts that stand in its tokens, page_table [M, P] int32 -> with T = B * width, request by request: ids [T] int64,
+    positions [T] int64, request [T] int32 (row of the page table), visible [T] int32 keys (position + 1), slots [T] int32 (-1
+    where nothing is stored: run before, empty, finished, or past the table), cos and sin [T, rope_dim / 2] float32
+    (`rope_angles`); and for each place base [B] int64 (its row's length), offered [B] int64 drafts: the least of num_drafts,
+    drafted and K.
     """
     shown = torch.where(places > 0, places, places[:1])
+    offered = torch.minimum(num_drafts, drafted).clamp(max=width - 1)
     rows, owners = (some[:, None].expand(-1, width).reshape(-1) for some in (shown, places))
     depth = torch.arange(width, device=places.device).expand(places.shape[0], -1).reshape(-1)
-    ids, positions = gather_rows.reference(tokens, lengths, rows, depth)
-    slots = cache_slots.reference(page_table, rows, positions).masked_fill(done[owners], -1)
+    is_repeated = depth > offered[rows]
+    ids, positions = gather_rows.reference(tokens, lengths, rows, depth.masked_fill(is_repeated, 0))
+    slots = cache_slots.reference(page_table, rows, positions).masked_fill(done[owners] | is_repeated, -1)
     cos, sin = rope_angles.reference(positions, theta, rope_dim)
     stands = ids, positions, rows.to(torch.int32), (positions + 1).to(torch.int32), slots, cos, sin
-    return *stands, lengths[places], num_drafts[places].clamp(max=width - 1)
+    return *stands, lengths[places], offered[places]
 
 
 @op
@@ -84,6 +89,7 @@ def _decode_case(requests: int, width: int) -> Case:
             draw.integers(17, low=0, high=40 * 64, dtype=torch.int64),
             (draw.integers(17, low=0, high=4) == 0) | (torch.arange(17, device=draw.device) == 0),
             draw.integers(17, low=0, high=8, dtype=torch.int64),
+            draw.integers(17, low=2, high=8, dtype=torch.int64),
             draw.integers(17, 40, low=-1, high=1000),
             width,
             8e6,

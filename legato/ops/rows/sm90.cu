@@ -10,6 +10,11 @@ __device__ __forceinline__ void begin() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+__device__ __forceinline__ i64 least(i64 a, i64 b, i64 c) {
+  const i64 two = a < b ? a : b;
+  return two < c ? two : c;
+}
+
 __device__ __forceinline__ void angles(float *cosine, float *sine, const float *frequencies, int half, i64 row,
                                        i64 position) {
   for (int i = threadIdx.x; i < half; i += blockDim.x) {
@@ -21,13 +26,17 @@ __device__ __forceinline__ void angles(float *cosine, float *sine, const float *
 
 // One block per row.
 extern "C" __global__ void decode_rows(const i64 *places, const i64 *tokens, const i64 *lengths,
-                                       const unsigned char *done, const i64 *num_drafts, const int *page_table,
-                                       const float *frequencies, i64 *ids, i64 *positions, int *request, int *visible,
+                                       const unsigned char *done, const i64 *num_drafts, const i64 *drafted,
+                                       const int *page_table, const float *frequencies, i64 *ids, i64 *positions, int *request, int *visible,
                                        int *slots, float *cosine, float *sine, i64 *base, i64 *offered, int width,
                                        int token_stride, int table_width, int half) {
   begin();
-  const int row = blockIdx.x, depth = row % width, b = row / width;
-  const i64 owner = places[b], place = owner ? owner : places[0], position = lengths[place] + depth;
+  const int row = blockIdx.x, b = row / width;
+  const i64 owner = places[b], place = owner ? owner : places[0];
+  // Behind the drafts that are offered, the request's first row once more.
+  const bool is_repeated = row % width > least(num_drafts[place], drafted[place], width - 1);
+  const int depth = is_repeated ? 0 : row % width;
+  const i64 position = lengths[place] + depth;
   angles(cosine, sine, frequencies, half, row, position);
   if (threadIdx.x) return;
   ids[row] = tokens[place * token_stride + depth];
@@ -35,14 +44,14 @@ extern "C" __global__ void decode_rows(const i64 *places, const i64 *tokens, con
   request[row] = (int)place;
   visible[row] = (int)(position + 1);
   int slot = -1;
-  if (!done[owner] && position >= 0 && position < (i64)table_width * 64) {
+  if (!done[owner] && !is_repeated && position >= 0 && position < (i64)table_width * 64) {
     const int page = page_table[place * table_width + position / 64];
     if (page >= 0) slot = page * 64 + (int)(position % 64);
   }
   slots[row] = slot;
-  if (depth) return;
+  if (row % width) return;
   base[b] = lengths[owner];
-  offered[b] = num_drafts[owner] < width - 1 ? num_drafts[owner] : width - 1;
+  offered[b] = least(num_drafts[owner], drafted[owner], width - 1);
 }
 
 // One block per row of the chain, step by step.
@@ -108,16 +117,23 @@ extern "C" __global__ void extend_rows(const i64 *sampled, const i64 *counts, co
 }
 
 // One thread per request. Places that hold row 0 write it alike.
-extern "C" __global__ void advance_rows(i64 *tokens, i64 *lengths, unsigned char *done, const i64 *rows,
+extern "C" __global__ void advance_rows(i64 *tokens, i64 *lengths, unsigned char *done, i64 *drafted, const i64 *rows,
                                         const i64 *base, const i64 *sampled, const i64 *counts,
-                                        const unsigned char *ended, const i64 *drafts, int requests, int width,
-                                        int token_stride, int num_drafts) {
+                                        const unsigned char *ended, const i64 *drafts, const float *likely,
+                                        float threshold, int requests, int width, int token_stride, int num_drafts) {
   begin();
   for (int b = blockIdx.x * blockDim.x + threadIdx.x; b < requests; b += gridDim.x * blockDim.x) {
     const i64 row = rows[b], count = counts[b];
     if (count > 0) {
       tokens[row * token_stride] = sampled[(i64)b * width + count - 1];
       for (int k = 0; k < num_drafts; ++k) tokens[row * token_stride + 1 + k] = drafts[(i64)b * num_drafts + k];
+      int made = num_drafts;
+      if (likely) {
+        float together = 1;
+        for (made = 0; made < num_drafts; ++made)
+          if (!((together *= likely[(i64)b * num_drafts + made]) >= threshold)) break;
+      }
+      drafted[row] = made;
     }
     lengths[row] = base[b] + count;
     done[row] = ended[b];
@@ -125,23 +141,26 @@ extern "C" __global__ void advance_rows(i64 *tokens, i64 *lengths, unsigned char
 }
 
 // One block.
-extern "C" __global__ void write_letter(i64 *letters, i64 *number, const i64 *sampled, const i64 *counts,
-                                        const i64 *accepted, const unsigned char *ended, const unsigned char *live,
-                                        int ring, int requests, int width) {
+extern "C" __global__ void write_letter(i64 *letters, i64 *number, const i64 *sampled, const i64 *drafts,
+                                        const i64 *counts, const i64 *accepted, const i64 *offered,
+                                        const unsigned char *ended, const unsigned char *live, int ring, int requests,
+                                        int width, int num_drafts) {
   begin();
   const i64 now = number[0] + 1;
   __syncthreads();
   if (!threadIdx.x) number[0] = now;
-  const int line = width + 5;
+  const int facts = width + num_drafts, line = facts + 6;
   i64 *letter = letters + (now % ring) * requests * line;
   for (int i = threadIdx.x; i < requests * line; i += blockDim.x) {
     const int b = i / line, column = i % line;
     i64 value = now;
     if (column < width) value = sampled[(i64)b * width + column];
-    else if (column == width) value = counts[b];
-    else if (column == width + 1) value = accepted[b];
-    else if (column == width + 2) value = ended[b];
-    else if (column == width + 3) value = live[b];
+    else if (column < facts) value = drafts[(i64)b * num_drafts + column - width];
+    else if (column == facts) value = counts[b];
+    else if (column == facts + 1) value = accepted[b];
+    else if (column == facts + 2) value = offered[b];
+    else if (column == facts + 3) value = ended[b];
+    else if (column == facts + 4) value = live[b];
     letter[i] = value;
   }
 }

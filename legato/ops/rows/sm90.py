@@ -54,13 +54,14 @@ def decode_rows_sm90(
     lengths: Tensor,
     done: Tensor,
     num_drafts: Tensor,
+    drafted: Tensor,
     page_table: Tensor,
     width: int,
     theta: float,
     rope_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One launch; places, tokens, lengths and num_drafts int64 and contiguous, the page table int32 and contiguous."""
-    _checked("decode_rows", places=places, tokens=tokens, lengths=lengths, num_drafts=num_drafts)
+    """One launch; the table's numbers int64 and contiguous, the page table int32 and contiguous."""
+    _checked("decode_rows", places=places, tokens=tokens, lengths=lengths, num_drafts=num_drafts, drafted=drafted)
     page_table = page_table.to(torch.int32).contiguous()
     rows = places.shape[0] * width
     ids, positions = (torch.empty(rows, dtype=torch.int64, device=places.device) for _ in range(2))
@@ -70,7 +71,7 @@ def decode_rows_sm90(
     base, offered = torch.empty_like(places), torch.empty_like(places)
     made = ids, positions, request, visible, slots, cos, sin, base, offered
     sizes = width, tokens.shape[1], page_table.shape[1], rope_dim // 2
-    _DECODE(_each(rows), places, tokens, lengths, done, num_drafts, page_table, frequencies, *made, *sizes)
+    _DECODE(_each(rows), places, tokens, lengths, done, num_drafts, drafted, page_table, frequencies, *made, *sizes)
     return made
 
 
@@ -145,30 +146,50 @@ def advance_rows_sm90(
     tokens: Tensor,
     lengths: Tensor,
     done: Tensor,
+    drafted: Tensor,
     rows: Tensor,
     base: Tensor,
     sampled: Tensor,
     counts: Tensor,
     ended: Tensor,
     drafts: Tensor | None,
+    likely: Tensor | None,
+    threshold: float,
 ) -> None:
-    """One launch; all integers int64 and contiguous."""
+    """One launch; all integers int64 and contiguous, `likely` float32 and contiguous."""
     _checked("advance_rows", tokens=tokens, lengths=lengths, rows=rows, base=base, sampled=sampled, counts=counts)
+    _checked("advance_rows", drafted=drafted)
     if drafts is not None:
         _checked("advance_rows", drafts=drafts)
+    if likely is not None and (likely.dtype != torch.float32 or not likely.is_contiguous()):
+        raise ValueError(
+            f"advance_rows: likely is {likely.dtype}, strides {likely.stride()}; expected float32, contiguous"
+        )
     requests, width = sampled.shape
+    table, found = (tokens, lengths, done, drafted), (rows, base, sampled, counts, ended, drafts, likely)
     sizes = requests, width, tokens.shape[1], 0 if drafts is None else drafts.shape[1]
-    _ADVANCE(_spread(requests), tokens, lengths, done, rows, base, sampled, counts, ended, drafts, *sizes)
+    _ADVANCE(_spread(requests), *table, *found, float(threshold), *sizes)
 
 
 @write_letter.on("sm90")
 def write_letter_sm90(
-    letters: Tensor, number: Tensor, sampled: Tensor, counts: Tensor, accepted: Tensor, ended: Tensor, live: Tensor
+    letters: Tensor,
+    number: Tensor,
+    sampled: Tensor,
+    drafts: Tensor,
+    counts: Tensor,
+    accepted: Tensor,
+    offered: Tensor,
+    ended: Tensor,
+    live: Tensor,
 ) -> None:
     """One launch; all integers int64 and contiguous."""
-    _checked("write_letter", letters=letters, number=number, sampled=sampled, counts=counts, accepted=accepted)
-    requests, width = sampled.shape
-    if letters.shape[1:] != (requests, width + LETTER_EXTRA):
-        raise ValueError(f"write_letter: letters {tuple(letters.shape)} for {requests} requests of {width} tokens")
-    arguments = letters, number, sampled, counts, accepted, ended, live
-    _LETTER(_ONE_BLOCK, *arguments, letters.shape[0], requests, width)
+    _checked("write_letter", letters=letters, number=number, sampled=sampled, drafts=drafts, counts=counts)
+    _checked("write_letter", accepted=accepted, offered=offered)
+    (requests, width), num_drafts = sampled.shape, drafts.shape[1]
+    if letters.shape[1:] != (requests, width + num_drafts + LETTER_EXTRA):
+        raise ValueError(
+            f"write_letter: letters {tuple(letters.shape)} for {requests} requests of {width} tokens and {num_drafts} drafts"
+        )
+    arguments = letters, number, sampled, drafts, counts, accepted, offered, ended, live
+    _LETTER(_ONE_BLOCK, *arguments, letters.shape[0], requests, width, num_drafts)

@@ -15,11 +15,12 @@ from torch import Tensor
 from legato.ops.case import EXACT, Case, Draw, Tolerance, Where
 from legato.ops.invariant import map_elements
 from legato.ops.op import op
+from legato.ops.sample.likelihood import LIKELIHOOD_CASES, likelihood
 from legato.ops.sample.penalty import PENALTY_CASES, penalize
 from legato.ops.sample.philox import uniform
 from legato.ops.select.ordering import first_k, ordered_keys
 
-__all__ = ["CASES", "greedy", "gumbel", "logprobs", "penalize", "sample", "verify"]
+__all__ = ["CASES", "greedy", "gumbel", "likelihood", "logprobs", "penalize", "sample", "verify"]
 
 
 @op(reference_ok=True)
@@ -191,6 +192,7 @@ CASES = (
     *(_greedy_case(rows, 154880, "gpu") for rows in (1, 6, 96)),
     *(_sample_case(rows, vocab) for rows, vocab in ((1, 8192), (12, 1000))),
     *(_sample_case(rows, 154880, "gpu") for rows in (1, 6, 24)),
+    *LIKELIHOOD_CASES,
     *PENALTY_CASES,
     *(_verify_case(requests, drafts) for requests, drafts in ((1, 5), (40, 5), (3, 0), (8, 7))),
     *(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.sample import greedy, sample
+from legato.ops.sample import greedy, likelihood, sample
 
 THREADS = 512
 #: Bytes of a block's slice at most, beside 8 KiB for the exchange.
@@ -31,6 +31,13 @@ def kernels(cluster: int) -> tuple[Kernel, Kernel, Kernel]:
         Kernel(source, "greedy_bf16", non_portable_cluster=cluster > 8),
         Kernel(source, "sample", shared_bytes=_MOST_BYTES, non_portable_cluster=cluster > 8),
     )
+
+
+@cache
+def likelihood_kernel(cluster: int) -> Kernel:
+    """`likelihood`, likewise."""
+    source = Source(_SOURCE, {"CLUSTER": cluster, "THREADS": THREADS})
+    return Kernel(source, "likelihood", non_portable_cluster=cluster > 8)
 
 
 def cluster_of(rows: int) -> int:
@@ -93,3 +100,17 @@ def sample_sm90(
             how, logits, *map(Tensor.contiguous, parameters), tokens, width, ctypes.c_int64(logits.stride(0)), slice_len
         )
     return tokens
+
+
+@likelihood.on("sm90")
+def likelihood_sm90(logits: Tensor, tokens: Tensor) -> Tensor:
+    """One launch, behind a conversion to float32. [T, W] of any width."""
+    logits, tokens = _dense(logits.to(torch.float32)), tokens.long().contiguous()
+    rows, width = logits.shape
+    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        cluster = cluster_of(rows)
+        stride = ctypes.c_int64(logits.stride(0))
+        weigh = likelihood_kernel(cluster)
+        weigh(_launch(rows, cluster), logits, tokens, found, width, stride, slice_of(width, cluster))
+    return found

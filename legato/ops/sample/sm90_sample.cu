@@ -316,3 +316,37 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     greedy_bf16(const unsigned short *logits, i64 *tokens, int width, i64 stride, int slice) {
   find_best(logits, tokens, width, stride, slice);
 }
+
+// exp(logit of the row's token - most) / sum of exp(logit - most).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    likelihood(const float *logits, const i64 *tokens, float *found, int width, i64 stride, int slice) {
+  __shared__ Exchange exchange;
+  cluster_barrier();  // all blocks have started, so that they may be written to
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int row = blockIdx.x / CLUSTER, start = rank_in_cluster() * slice;
+  const int count = max(0, min(slice, width - start));
+  const float *mine = logits + row * stride + start;
+  u64 best = 0;
+  int turn = 0;
+  for (int i = threadIdx.x; i < count; i += THREADS) best = larger(best, better(mine[i], start + i));
+  best = largest(best, exchange, turn);
+  const u32 key = best >> 32;
+  const float most = __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
+  float sum = 0;
+  for (int i = threadIdx.x; i < count; i += THREADS) sum += expf(mine[i] - most);
+  for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  if (threadIdx.x % 32 == 0) exchange.mine[threadIdx.x / 32][1] = __float_as_uint(sum);
+  __syncthreads();
+  if (!threadIdx.x) {
+    sum = 0;
+    for (int warp = 0; warp < WARPS; ++warp) sum += __uint_as_float((u32)exchange.mine[warp][1]);
+    store_to(&exchange.sums[turn][rank_in_cluster()][1], 0, __float_as_uint(sum));
+  }
+  cluster_barrier();
+  if (!threadIdx.x && !rank_in_cluster()) {
+    sum = 0;
+    for (int rank = 0; rank < CLUSTER; ++rank) sum += __uint_as_float((u32)exchange.sums[turn][rank][1]);
+    found[row] = expf(logits[row * stride + tokens[row]] - most) / sum;
+  }
+}

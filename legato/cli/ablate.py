@@ -35,6 +35,7 @@ from legato.cli.slice import (
 from legato.config import ConfigError
 from legato.engine.start import targets_of
 from legato.model.lean import DraftWeights
+from legato.ops import bind
 
 
 def bench_ablate(
@@ -54,6 +55,9 @@ def bench_ablate(
         share = share_of(replace(asked, drafts=drafts.value), [work], device)
         return routed(share, work.distinct_experts, work.num_drafts + 1) if is_drawn(asked) else share
 
+    if shown.trace is not None:
+        bind(targets_of(str(device)), dict(work.ops))  # what is bound packs the weights as they are made
+        _trace(console, asked, draw(DraftWeights.STORED), work, shown)
     wanted = Ablated(work, _decisions(decisions), contexts, draw, targets_of(str(device)), device)
     found: list[Ablation] = []
     lines: list[dict[str, Any]] = []
@@ -70,8 +74,6 @@ def bench_ablate(
         raise ConfigError(str(error)) from error
     console.print(_table(found), _published(found), sep="\n", soft_wrap=True, highlight=False)
     console.print(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}", style="dim")
-    if shown.trace is not None:
-        _trace(console, asked, draw(DraftWeights.STORED), work, shown)
     return [{**line, **asdict(setting)} for line in lines]
 
 

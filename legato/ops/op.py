@@ -145,7 +145,7 @@ def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> 
     name or a folder name to a target or to "reference"; an op's own entry beats its folder's.
     Ops without an implementation for any of the targets run their references, and are named in one warning unless they
     are `reference_ok` or overridden. Raises BindError for an unknown op, folder or implementation (with the nearest
-    name).
+    name), and for an implementation whose packages are missing.
     """
     wanted = dict(overrides or {})
     ops = registered()
@@ -193,8 +193,12 @@ def _check_overrides(ops: Sequence[Op[..., Any]], wanted: Mapping[str, str]) -> 
 
 def _import_target(folder: str, target: str) -> None:
     module = f"{__package__}.{folder}.{target}"
-    if target != REFERENCE and importlib.util.find_spec(module) is not None:
+    if target == REFERENCE or importlib.util.find_spec(module) is None:
+        return
+    try:
         importlib.import_module(module)
+    except ImportError as error:
+        raise BindError(f"{folder}={target} cannot be imported: {error}") from error
 
 
 def _near_miss(name: str, known: set[str]) -> str:

@@ -60,6 +60,16 @@ def test_overrides_by_op_and_by_folder(registry):
     assert bind([], {"rows": "fast", "double": "reference"}).chosen["double"] == "reference"
 
 
+def test_an_implementation_whose_packages_are_missing_is_named(registry, monkeypatch):
+    def missing(name: str) -> None:
+        raise ImportError("needs the extra that has it")
+
+    monkeypatch.setattr(op_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(op_module.importlib, "import_module", missing)
+    with pytest.raises(BindError, match="rows=rare cannot be imported: needs the extra that has it"):
+        bind([], {"double": "rare"})
+
+
 @pytest.mark.parametrize(
     ("overrides", "hint"),
     [

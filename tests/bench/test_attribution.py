@@ -66,9 +66,9 @@ def test_an_iterations_calls_read_weights_and_caches_and_count_no_rows() -> None
     standing = steady(share, Work(1, 70, 2, 1, None, "auto", {}), CPU)
     runner = standing.runner
     runner.launch(standing.plan).outcome()  # packed forms are made at the first call
-    batch = build_batch(standing.plan, runner.rows, spec, 2)
+    batch = build_batch(standing.plan, runner.rows, spec)
     with noted([share.weights]) as found:
-        runner.iteration.run(batch.within(1 << 26), runner.rows, PlainDraw(choose_greedy))
+        runner.iteration.run(batch.within(1 << 26), runner.rows, PlainDraw(choose_greedy), 2)
     assert linear_bf16.bound.run is linear_bf16.reference, "put back"
     calls = found.calls()
     of = {name: [call.num_bytes for call in calls if call.op == name] for name in {call.op for call in calls}}

@@ -343,6 +343,9 @@ CASES = (
     # GLM-5.2, one rank of 8: the distinct experts of unrelated rows, those of rows of one text (33), all rows on the same.
     *(_production_case(moe, rows, distinct, _RANK_OF_8) for moe in _PRODUCTS for rows, distinct in ((1, 8), (6, 44))),
     *(_production_case(moe_nvfp4, *routing, _RANK_OF_8) for routing in ((6, 33), (6, 8), (16, 100), (64, 223))),
+    # A prompt's rows: as many for an expert as in 4096 and in 2048 rows of the model.
+    *(_production_case(moe, 256, 16, (16, 256, 6144)) for moe in _PRODUCTS),
+    _production_case(moe_nvfp4, 512, 32, (32, 2048, 6144)),
     # At full width, with fewer experts: only the chosen ones count.
     *(_production_case(moe_nvfp4, *routing, (128, 2048, 6144)) for routing in ((1, 8), (6, 44), (16, 100))),
 )

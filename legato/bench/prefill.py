@@ -60,7 +60,7 @@ def measure_prefill(share: Share, prompt: Prompt, work: Work, device: torch.devi
     """
     made = Work(1, prompt.cached + prompt.new, work.num_drafts, 1, work.distinct_experts, work.latent, work.ops)
     state = steady(share, made, device, graphs="off")
-    plans = [*_plans(prompt, share.spec.vocab_size)]
+    plans = [*_plans(prompt, share.spec.vocab_size, work.num_drafts)]
     on_gpu = device.type == "cuda"
     before = 0
     if on_gpu:
@@ -98,14 +98,14 @@ def prefill_fields(share: Share, prompt: Prompt, figure: PrefillFigure, case: Ma
     }
 
 
-def _plans(prompt: Prompt, vocab_size: int) -> Iterator[Plan]:
+def _plans(prompt: Prompt, vocab_size: int, num_drafts: int) -> Iterator[Plan]:
     """One iteration for each chunk; the last one samples the first token."""
     tokens = torch.randint(vocab_size, (prompt.new,), generator=torch.Generator().manual_seed(0)).tolist()
     for first in range(0, prompt.new, prompt.chunk):
         last = min(first + prompt.chunk, prompt.new)
         following = tokens[last] if last < prompt.new else None
         extend = Extend(_ROW, prompt.cached + first, tuple(tokens[first:last]), following)
-        yield Plan(1, (), (extend,), ())
+        yield Plan(1, (), (extend,), (), num_drafts=num_drafts)
 
 
 def _run(state: Steady, plans: list[Plan], device: torch.device) -> tuple[float, float]:

@@ -5,8 +5,11 @@ Owns that limit: uvicorn's own parser has none. Called by `server.run`, which gi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from legato.server.errors import ApiError, reply_of
 
@@ -53,6 +56,8 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
                 self._refuse()
             else:
                 super().on_headers_complete()
+                if self.parser.get_http_version() == "1.0":
+                    self.cycle.send = _until_closed(self.cycle)
 
         def on_body(self, body: bytes) -> None:
             if not self._is_refused:
@@ -62,6 +67,9 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
             self._is_before_body, self._given, self._size = True, 0, 0
             if not self._is_refused:
                 super().on_message_complete()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Nobody needs to install anything: there is no web socket here, and the request is answered as any other."""
 
         def _refuse(self) -> None:
             if not self._is_refused and not self.transport.is_closing():
@@ -73,3 +81,14 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
             self._is_refused = True
 
     return LimitedProtocol
+
+
+def _until_closed(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """How a reply is sent to a client of HTTP/1.0: it knows no chunks, so one without a length ends with the connection."""
+    send = cycle.send
+
+    async def sent(message: Any) -> None:
+        cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+        await send(message)
+
+    return sent

@@ -27,7 +27,7 @@ MAX_BANNED = 4096
 
 StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=BAN, le=-BAN)]],
+    dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], Annotated[float, Field(ge=BAN, le=-BAN)]],
     Field(max_length=MAX_BANNED),
 ]
 

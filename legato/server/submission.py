@@ -72,6 +72,7 @@ def framed(request_id: str, request: GenerationRequest, vocab_size: int) -> byte
     if params.n != 1:
         raise _invalid("n", f"must be 1 in a single request, got {params.n}: send {params.n} requests")
     _check_ids("prompt", request.prompt, vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("stop_ids", request.stop_ids, vocab_size)
     if len(request.stop_ids) > MAX_STOP_IDS:
         raise _invalid("stop_ids", f"at most {MAX_STOP_IDS} ids can end a request, got {len(request.stop_ids)}")

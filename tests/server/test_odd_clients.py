@@ -1,0 +1,58 @@
+"""What a hostile newcomer tried: old HTTP, ids that no vocabulary has, one id spelled in two ways."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from legato.server.client import GenerationRequest, RequestRefused
+from legato.server.service import ModelText
+from legato.server.settings import ServerSettings
+from legato.server.submission import framed
+from legato.types import SamplingParams
+from tests.server.scripted import HI, Server, error_of
+
+
+@pytest.fixture(scope="module")
+def server(small_text: ModelText) -> Iterator[Server]:
+    made = Server(small_text, ServerSettings())
+    yield made
+    made.close()
+
+
+def over_http_1_0(server: Server, **fields: object) -> tuple[str, bytes]:
+    """Head and body of a reply."""
+    body = json.dumps({"messages": HI, **fields}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.live.port), timeout=20) as sock:
+        sock.sendall(head.encode() + body)
+        reply = b"".join(iter(lambda: sock.recv(65536), b""))
+    found, _, rest = reply.partition(b"\r\n\r\n")
+    return found.decode().lower(), rest
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(server: Server) -> None:
+    head, body = over_http_1_0(server, stream=True)
+    assert " 200 ok" in head and "transfer-encoding" not in head and "connection: close" in head
+    events = body.decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]" and all(event.startswith("data: ") for event in events)
+    head, body = over_http_1_0(server)
+    assert f"content-length: {len(body)}" in head and json.loads(body)["choices"]
+
+
+def test_a_bias_is_given_once(server: Server) -> None:
+    error = error_of(server.chat(logit_bias={"05": 1, "5": 2}), 400)
+    assert error["param"] == "logit_bias.05"
+    assert server.chat(logit_bias={"0": 1, "5": 2}).status_code == 200
+
+
+def test_a_stop_id_outside_the_vocabulary_is_told_by_its_own_name() -> None:
+    params = SamplingParams(stop_token_ids=(9,))
+    with pytest.raises(RequestRefused, match="stop_token_ids: token 0 is 9; the vocabulary has 8") as refused:
+        framed("a", GenerationRequest((1,), params, (3, 9)), 8)
+    assert refused.value.field == "stop_token_ids"

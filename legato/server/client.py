@@ -85,9 +85,8 @@ class EngineClient:
         self._ready: asyncio.Future[messages.EngineInfo] = asyncio.get_running_loop().create_future()
         self._disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open: dict[str, asyncio.Queue[messages.Progress | Exception]] = {}
-        self._untaken: set[str] = (
-            set()
-        )  # the engine has neither taken nor refused them yet: their grammars are being compiled
+        # Neither taken nor refused by the engine yet: their grammars are being compiled.
+        self._untaken: set[str] = set()
         self._leaving: set[str] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()

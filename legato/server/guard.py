@@ -49,7 +49,8 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get("x-request-id"))
-        scope.setdefault("state", {})["request_id"] = request_id
+        # `write`: for what follows the start of a reply, which the layers between here and a route only pass on.
+        scope.setdefault("state", {}).update({"request_id": request_id, "write": send})
         reply = _Reply(send, request_id)
         try:
             self._check(scope, headers)

@@ -111,7 +111,8 @@ class EventStream(Response):
                     await response_to(api_error(error), scope["path"], request_id)(scope, receive, send)
                     return
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                writer = _Writer(send)
+                # Once a reply has begun, the layers in between have nothing to add to it, event by event.
+                writer = _Writer(scope.get("state", {}).get("write", send))
                 try:
                     await self._write_events(writer, first)
                 except Exception as error:

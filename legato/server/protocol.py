@@ -56,8 +56,8 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
                 self._refuse()
             else:
                 super().on_headers_complete()
-                if self.parser.get_http_version() == "1.0":
-                    self.cycle.send = _until_closed(self.cycle)
+                if self.scope["http_version"] == "1.0":
+                    setattr(self.cycle, "send", _until_closed(self.cycle))  # noqa: B010
 
         def on_body(self, body: bytes) -> None:
             if not self._is_refused:

@@ -214,12 +214,12 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
     if rows <= FEW_ROWS or not serves_many(what.num_experts, ids.shape[1]):
         parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), weights.split(MOST_ROWS), strict=True)
         return torch.cat([sm90_launch.launch(what, packed, *part) for part in parts])
+    y = grouped(what, packed, x, ids, weights)
     if packed.shared13 is None or packed.shared2 is None:
-        return grouped(what, packed, x, ids, weights)
+        return y
     gate_up = widen_gate_up("bf16", packed.shared13, None, torch.bfloat16)[0]
     down = widen_down("bf16", packed.shared2, None, torch.bfloat16)[0]
-    shared = functional.linear(swiglu(functional.linear(x, gate_up)), down)
-    return grouped(what, packed, x, ids, weights, shared)
+    return y + functional.linear(swiglu(functional.linear(x, gate_up)), down)
 
 
 def _in_float32(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:

@@ -65,23 +65,18 @@ def around(name: str, num_experts: int) -> Kernel:
     return Kernel(Source(_FOLDER / "sm90_pairs.cu", {"EXPERTS": num_experts, "PART": _PART}), name)
 
 
-def grouped(
-    what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor, added: Tensor | None = None
-) -> Tensor:
-    """The routed experts' sum for rows of bfloat16, each row's choices added up in their order in float32, then `added` [T, D]
-    where it is given. Seven launches for as many rows as are held at once: count, plan, place and copy the rows, two products,
-    sums."""
+def grouped(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The routed experts' sum for rows of bfloat16, each row's choices added up in their order in float32. Seven launches for as
+    many rows as are held at once: count, plan, place and copy the rows, two products, sums."""
     y = torch.empty(x.shape[0], what.hidden, dtype=torch.bfloat16, device=x.device)
     step = min(MOST_ROWS, (MOST_TILES - what.num_experts) * MOST_COLUMNS // ids.shape[1])
     for first in range(0, x.shape[0], step):
         some = slice(first, first + step)
-        _grouped(what, packed, x[some], ids[some], weights[some], None if added is None else added[some], y[some])
+        _grouped(what, packed, x[some], ids[some], weights[some], y[some])
     return y
 
 
-def _grouped(
-    what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor, added: Tensor | None, y: Tensor
-) -> None:
+def _grouped(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor, y: Tensor) -> None:
     rows, choices = ids.shape
     pairs, experts, hidden, width = rows * choices, what.num_experts, what.hidden, what.width
     reached = min(experts, pairs)
@@ -107,4 +102,4 @@ def _grouped(
     kernel(how, packed.w13, packed.factors, sorted_rows, inner, tiles, total, *sizes13, groups, 1)
     products = sorted_rows  # read to their end: the results take their place
     kernel(how, packed.w2, packed.factors, inner, products, tiles, total, *sizes2, groups, 0)
-    run("sum_choices", rows, 256, products, place, weights, added, y, choices, hidden)
+    run("sum_choices", rows, 256, products, place, weights, None, y, choices, hidden)

@@ -7,6 +7,7 @@ drawn in other formats, and what runs is the engine. Called by `legato bench abl
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
@@ -137,6 +138,9 @@ def measure(asked: Asked) -> Iterator[tuple[Share, Ablation]]:
         yield share, one
     if "draft weights" in asked.decisions and asked.work.num_drafts:
         del share
+        gc.collect()
+        if asked.device.type == "cuda":
+            torch.cuda.empty_cache()
         yield _lean(asked, whole.spread.median_us)
 
 

@@ -70,6 +70,7 @@ def bench_ablate(
             lines.append(one.line(share, work, case))
             if shown.path is not None:
                 append(shown.path, lines[-1:], setting)
+            del share  # the next one may be drawn anew, and two do not fit
     except SliceError as error:
         raise ConfigError(str(error)) from error
     console.print(_table(found), _published(found), sep="\n", soft_wrap=True, highlight=False)

@@ -13,9 +13,19 @@ from torch import Tensor
 
 from legato.config import PAGE_SIZE, score_rows
 from legato.model.spec import ModelSpec
-from legato.model.step import LayerCache, Selection, Step
+from legato.model.step import LayerCache, Selection, Step, Together
 from legato.model.weights import AttentionWeights
-from legato.ops import index_scores, linear_heads, prologue_full, prologue_shared, sparse_mla, top_k
+from legato.ops import (
+    index_scores,
+    linear_heads,
+    mark_selected,
+    masked_mla,
+    prologue_full,
+    prologue_shared,
+    sparse_mla,
+    top_k,
+)
+from legato.ops.attend.masked import HEADS, UNIT
 from legato.ops.prologue import IndexNorm, LatentNorm, Places
 
 INDEX_NORM_EPS = 1e-6
@@ -56,11 +66,39 @@ def attention(
         q, index_q, gates = prologue_full(
             qkv, q, weights.absorb, norm, index_norm, places, cache.latent, cache.index
         )  # fmt: skip
-        selection = select(index_q, gates, cache.index, step, spec.index_topk)
-    latent_dim = spec.kv_lora_rank
-    o_latent = sparse_mla(q, cache.latent, selection.slots, selection.counts, spec.attention_scale, latent_dim)
-    o = linear_heads(o_latent, weights.expand)
+        selection = shared(
+            select(index_q, gates, cache.index, step, spec.index_topk), step, q.shape[1], cache.latent.shape[0]
+        )
+    o = linear_heads(_attend(q, cache.latent, selection, spec), weights.expand)
     return weights.o.linear(o.flatten(1)), selection
+
+
+def _attend(q: Tensor, latents: Tensor, selection: Selection, spec: ModelSpec) -> Tensor:
+    """[T, H, C] of the rows' queries over their selections."""
+    scale, latent_dim, together = spec.attention_scale, spec.kv_lora_rank, selection.together
+    if together is None:
+        return sparse_mla(q, latents, selection.slots, selection.counts, scale, latent_dim)
+    first, rest = slice(together.num_rows), slice(together.num_rows, None)
+    o = masked_mla(q[first], latents, together.tokens, together.lengths, together.masks, scale, latent_dim)
+    if together.num_rows == q.shape[0]:
+        return o
+    alone = sparse_mla(q[rest], latents, selection.slots[rest], selection.counts[rest], scale, latent_dim)
+    return torch.cat((o, alone))
+
+
+def shared(selection: Selection, step: Step, heads: int, num_pages: int) -> Selection:
+    """The selection with masks for groups of rows whose heads fill `masked_mla`, where the step says that rows share tokens."""
+    each = HEADS // heads if HEADS % heads == 0 else 1
+    num_rows = step.request.shape[0] // each * each
+    if step.prompt is None or each == 1 or not num_rows:
+        return selection
+    tokens, pages = step.prompt.tokens, step.prompt.pages
+    places = torch.full((num_pages,), -1, dtype=torch.int32, device=pages.device)
+    places.scatter_(0, pages, torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device))
+    units = -(-tokens.shape[0] // UNIT)
+    masks = mark_selected(selection.slots[:num_rows], selection.counts[:num_rows], places, units, each)
+    lengths = step.lengths[each - 1 : num_rows : each].contiguous()  # of the last row of each group
+    return replace(selection, together=Together(num_rows, tokens, lengths, masks))
 
 
 def planned(step: Step) -> Step:

@@ -13,6 +13,19 @@ from legato.config import GPU_SCORE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """The one request that all rows of a pass belong to, where they follow one another in it.
+
+    Attributes:
+        tokens: [L] int32 cache slots of its tokens in order, at least as many as the last row sees.
+        pages: [P] int64 its physical pages in order.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Rows of one forward pass, ragged over requests.
 
@@ -25,6 +38,7 @@ class Step:
         cos, sin: [T, R/2] float32 rotary tables at `positions`.
         score_bytes: most memory for the index scores of a layer; rows are scored a few at a time to keep to it.
         score_plan: what `index_scores.plan` made of these very rows for all layers of a forward; None: each makes its own.
+        prompt: the request, where rows are so many of one that they had better share tokens.
     """
 
     positions: Tensor
@@ -36,6 +50,7 @@ class Step:
     sin: Tensor
     score_bytes: int = GPU_SCORE_BYTES
     score_plan: Tensor | None = None
+    prompt: Prompt | None = None
 
     def rows(self, rows: slice) -> Step:
         """The same for some of the rows."""
@@ -52,15 +67,26 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """A selection as masks over a request's tokens: the first `num_rows` rows, in groups that share tokens (see `masked_mla`)."""
+
+    num_rows: int
+    tokens: Tensor
+    lengths: Tensor
+    masks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """The cache slots a row attends to: `slots` [T, S] int32 (-1 fill) of which the first `counts` [T] int32 are valid.
 
     Full layers make one, shared layers reuse the last full layer's (IndexShare). The count travels along: it must never be
-    derived again from a length that has grown since.
+    derived again from a length that has grown since. `together`: the same once more, for most rows of a prompt.
     """
 
     slots: Tensor
     counts: Tensor
+    together: Together | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from legato.config import PAGE_SIZE
 from legato.model.spec import ModelSpec
-from legato.model.step import Step
+from legato.model.step import Prompt, Step
 from legato.ops import cache_slots, chain_rows, decode_rows, gather_rows, rope_angles
 from legato.plan import Plan
 from legato.runtime.rows import Rows
@@ -110,6 +110,8 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec) -> Batch:
     positions = torch.cat((column(lists.positions), decoding_positions))
     next_ids = torch.cat((column(lists.next_ids), torch.zeros_like(tokens)))
     step = make_step(positions, device_rows, rows, spec)
+    if device.type != "cpu":
+        step = replace(step, prompt=_prompt(plan, rows))
     if not lists.first:
         return Batch(ids, next_ids, step, None)
 
@@ -129,6 +131,23 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec) -> Batch:
         offset=offset,
     )
     return Batch(ids, next_ids, step, samplers)
+
+
+SHARED_ROWS, SHARED_TOKENS = 256, 12288
+"""From so many rows of one request, and up to so many tokens of it, rows share tokens: beyond, each had better read its own."""
+
+
+def _prompt(plan: Plan, rows: Rows) -> Prompt | None:
+    """The one request of a plan, where its rows share tokens."""
+    if plan.decodes or len(plan.extends) != 1:
+        return None
+    extend = plan.extends[0]
+    length = extend.start + len(extend.tokens)
+    if len(extend.tokens) < SHARED_ROWS or length > SHARED_TOKENS:
+        return None
+    pages = rows.page_table[extend.row, : -(-length // PAGE_SIZE)]
+    offsets = torch.arange(PAGE_SIZE, dtype=torch.int32, device=pages.device)
+    return Prompt((pages[:, None] * PAGE_SIZE + offsets).view(-1)[:length].contiguous(), pages.long())
 
 
 def _offered(decodes: Sequence[int], rows: Rows, most: int) -> list[int]:

@@ -449,6 +449,46 @@ def sparse_mla(q, cache, slots, counts, scale, latent_dim):
 
 
 @oracle
+def mark_selected(slots, counts, page_places, units, rows):
+    masks = [[[[0] * rows for _ in range(2)] for _ in range(units)] for _ in range(slots.shape[0] // rows)]
+    for row in range(slots.shape[0]):
+        for slot in slots[row, : int(counts[row])].tolist():
+            page = int(page_places[slot // 64])
+            token = page * 64 + slot % 64
+            if slot >= 0 and page >= 0 and token < 128 * units:
+                masks[row // rows][token // 128][token // 64 % 2][row % rows] |= 1 << token % 64
+    signed = torch.tensor([n - (1 << 64) if n >> 63 else n for n in _flat(masks)], dtype=torch.int64)
+    return signed.view(-1, units, 2, rows)
+
+
+def _flat(nested):
+    return [n for part in nested for n in _flat(part)] if isinstance(nested, list) else [nested]
+
+
+@oracle
+def masked_mla(q, cache, tokens, lengths, masks, scale, latent_dim):
+    out, each = torch.zeros(*q.shape[:2], latent_dim, dtype=torch.float64), masks.shape[3]
+    for row in range(q.shape[0]):
+        place = row // each
+        seen = [
+            n for n in range(min(int(lengths[place]), tokens.shape[0]))
+            if int(masks[place, n // 128, n // 64 % 2, row % each]) >> n % 64 & 1
+        ]  # fmt: skip
+        slots = tokens[seen].view(1, -1)
+        made = _attention(
+            0,
+            slots,
+            torch.tensor([len(seen)]),
+            cache,
+            scale,
+            lambda t, row=row: (double(q)[row] @ t.T, t[None, :, :latent_dim]),
+        )
+        if made is not None:
+            out[row] = made.squeeze(1)
+    return out
+
+
+@oracle
 def sparse_mha(q, kv_b, cache, slots, counts, scale):
     latent_dim, heads = kv_b.shape[-1], q.shape[1]
     nope = q.shape[-1] - (576 - latent_dim)

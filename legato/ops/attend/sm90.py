@@ -13,10 +13,12 @@ from functools import cache as cached
 import torch
 from torch import Tensor
 
-from legato.ops.attend import sparse_mla
+from legato.ops.attend import sm90_masked, sparse_mla
 from legato.ops.attend.sm90_forms import MOST_BYTES, Form, cut
 from legato.ops.build import Kernel, Launch
 from legato.ops.cache.layout import LATENT_ROPE, LATENT_WIDTH, check_latent_cache
+
+__all__ = ["sm90_masked"]  # attached by being imported
 
 _WIDTH = LATENT_WIDTH + LATENT_ROPE
 

@@ -16,9 +16,22 @@ pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
 pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 
 from legato.ops import build
-from legato.ops.gemm import linear_bf16, linear_fp8_block, linear_swiglu, sm90, sm90_tiling
+from legato.ops.gemm import (
+    linear_bf16,
+    linear_bf16_best,
+    linear_bf16_normed,
+    linear_fp8_block,
+    linear_fp8_block_best,
+    linear_fp8_block_normed,
+    linear_swiglu,
+    sm90,
+    sm90_packing,
+    sm90_tiling,
+)
+from legato.ops.gemm.best import token_of
 from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.ops.op import implemented
+from legato.ops.pointwise import rms_norm
 
 SHAPES = sorted(sm90_tiling.RECORDED)
 
@@ -39,17 +52,29 @@ def test_a_packed_weight_can_be_restored(strips: int, bits: int) -> None:
     weight = torch.randint(0, 256, (80, 192), dtype=torch.uint8)
     weight = weight if bits == 8 else weight.to(torch.bfloat16)
     cut = sm90_tiling.cut(192 * bits // 512, sm90_tiling.Recorded(strips, 1, 48), bits)
-    packed = sm90.arrange(weight, cut)
+    packed = sm90_packing.arrange(weight, cut)
     assert packed.shape == (5, 192 * bits // 512, 2, 32, 128 // bits)
     assert not torch.equal(packed.flatten(), weight.flatten())
-    assert torch.equal(sm90.restore(packed, cut), weight)
+    assert torch.equal(sm90_packing.restore(packed, cut), weight)
+
+
+def test_interleaved_codes_can_be_separated() -> None:
+    """Every byte at every place of a word; the first pair of a word lies where bfloat16 has sign, exponent and mantissa."""
+    codes = torch.randint(0, 256, (5, 6, 2, 32, 16), dtype=torch.uint8)
+    codes.view(-1)[:1024] = torch.arange(1024).to(torch.uint8)
+    made = sm90_packing.interleaved(codes)
+    assert torch.equal(sm90_packing.separated(made), codes) and not torch.equal(made, codes)
+    words = made.reshape(-1, 4).view(torch.int32)[:, 0] & 0x87F0
+    exact = codes.reshape(-1, 4)[:, 0].view(torch.float8_e4m3fn).to(torch.float32)
+    scaled = (words.to(torch.int32) << 16).view(torch.float32) * 2.0**60 * 2.0**60
+    assert torch.equal(scaled[exact.isfinite()], exact[exact.isfinite()])
 
 
 def test_where_a_weight_lies_when_packed() -> None:
     """Lane 4 * output + piece has 16 bytes of that output; outputs 8..15 follow; a group's strips share a block of K."""
     weight = torch.arange(48 * 64, dtype=torch.int32).view(48, 64)
     cut = sm90_tiling.cut(2, sm90_tiling.Recorded(3, 1, 48), 16)
-    packed = sm90.arrange(weight, cut).flatten()
+    packed = sm90_packing.arrange(weight, cut).flatten()
     block, strip, half, lane, element = 1, 2, 1, 13, 5
     place = (((block * 3 + strip) * 2 + half) * 32 + lane) * 8 + element
     assert packed[place] == weight[strip * 16 + half * 8 + lane // 4, block * 32 + lane % 4 * 8 + element]
@@ -58,11 +83,15 @@ def test_where_a_weight_lies_when_packed() -> None:
 def test_a_gated_weight_can_be_restored() -> None:
     """Fours of gates and of their ups in turn."""
     weight = torch.arange(48 * 64, dtype=torch.int32).view(48, 64)
-    assert sm90._in_turn(weight)[:, 0].tolist()[:12] == [64 * row for row in (0, 1, 2, 3, 24, 25, 26, 27, 4, 5, 6, 7)]
+    assert sm90_packing.in_turn(weight)[:, 0].tolist()[:12] == [
+        64 * row for row in (0, 1, 2, 3, 24, 25, 26, 27, 4, 5, 6, 7)
+    ]
     gate_up = torch.randn(576, 256).bfloat16()
-    packed, cut = sm90.pack_swiglu(gate_up), sm90_tiling.tiling(576, 256, 16)
-    assert packed.dim() == 5 and cut is not None and torch.equal(sm90.restore_swiglu(packed, cut), gate_up)
-    assert sm90.pack_swiglu(gate_up.float()).dim() == sm90.pack_swiglu(gate_up[:568]).dim() == 2
+    kept, cut = sm90.pack_swiglu(gate_up), sm90_tiling.tiling(576, 256, 16)
+    assert isinstance(kept, sm90_packing.Kept) and cut is not None and kept.stored is gate_up
+    assert torch.equal(sm90_packing.restore_swiglu(kept.packed, cut), gate_up)
+    for other in (gate_up.float(), gate_up[:568]):
+        assert sm90.pack_swiglu(other) is other
 
 
 #: Of the shipped checkpoint, of other ranks and of other models, none recorded.
@@ -100,7 +129,8 @@ def test_tilings_keep_the_source_s_rules(shape: tuple[int, int, int]) -> None:
 def test_shapes_that_no_tiling_fits_stay_as_they_are() -> None:
     weight, scales = torch.randn(72, 48).bfloat16(), torch.rand(1, 1)
     assert sm90.pack_bf16(weight) is weight
-    assert sm90.pack_bf16(torch.randn(256, 256)).dim() == 2, "float32 is the reference's"
+    other = torch.randn(256, 256)
+    assert sm90.pack_bf16(other) is other, "float32 is the reference's"
     codes = weight.to(torch.float8_e4m3fn)
     assert sm90.pack_fp8(codes, scales)[0] is codes
 
@@ -109,6 +139,15 @@ def test_shapes_that_no_tiling_fits_stay_as_they_are() -> None:
 def test_the_source_compiles_without_spills(shape: tuple[int, int, int], nvrtc: None) -> None:
     usage = sm90.kernel(sm90_tiling.tiling(*shape), 1)[0].usage("sm_90a")
     assert usage.spill_store_bytes == usage.spill_load_bytes == 0
+
+
+def test_fused_forms_compile_without_spills(nvrtc: None) -> None:
+    for shape in ((2048, 2048, 16), (6144, 2048, 8)):
+        cut = sm90_tiling.tiling(*shape)
+        made = sm90.normed_kernel(cut, 2, shape[1] * shape[2] // 512)[0], sm90.best_kernel(cut, 2)[0]
+        for kernel in made:
+            usage = kernel.usage("sm_90a")
+            assert usage.spill_store_bytes == usage.spill_load_bytes == 0
 
 
 @pytest.mark.full
@@ -145,7 +184,9 @@ class Product:
         self.exact, self.plain = exact, exact.bfloat16()
         packed = self.op.pack(*stored)
         self.weight = packed if isinstance(packed, tuple) else (packed,)
-        self.outputs, self.inputs = outputs, inputs
+        self.outputs, self.inputs, self.stored = outputs, inputs, stored
+        cut = sm90_tiling.tiling(outputs, inputs, bits)
+        self.most_rows = 0 if cut is None else cut.most_rows
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.op.run(x, *self.weight, residual)
@@ -169,18 +210,19 @@ class Product:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", (*SHAPES, *UNRECORDED), ids=str)
 def test_error_and_bits_of_every_shape(shape: tuple[int, int, int], uninitialised_is_nan: None) -> None:
-    """Error at 1 to 96 rows; a row's bits are the same alone and at every place, whatever the number of rows; repeated calls
-    agree."""
+    """Error at 1 to 96 rows; a row's bits are the same alone and at every place, for as many rows as the kernel takes; repeated
+    calls agree."""
     product = Product(*shape)
     x, residual = product.rows(96)
-    alone = torch.cat([product(x[row : row + 1], residual[row : row + 1]) for row in range(96)])
-    for count in (1, 6, 8, 16, 17, 24, 48, 96):
+    most = product.most_rows
+    alone = torch.cat([product(x[row : row + 1], residual[row : row + 1]) for row in range(most)])
+    for count in (1, 6, 8, 16, 17, 24, most, 96):
         some, added = x[:count], residual[:count]
         product.check(some, added)
         product.check(some, None)
-        assert torch.equal(product(some, added), alone[:count]), count
+        assert count > most or torch.equal(product(some, added), alone[:count]), count
         assert torch.equal(product(some, added), product(some, added)), count
-    order = torch.arange(95, -1, -1, device="cuda")
+    order = torch.arange(most - 1, -1, -1, device="cuda")
     assert torch.equal(product(x[order], residual[order]), alone[order])
 
 
@@ -194,7 +236,7 @@ def test_a_gated_product_has_the_bits_of_two_launches(shape: tuple[int, int], un
     assert gated.pack is not None
     packed = gated.pack(product.plain)
     x, _ = product.rows(96)
-    for count in (1, 6, 8, 16, 24, 96):
+    for count in (1, 6, 8, 16, 24, 32):
         gate, up = product(x[:count]).float().chunk(2, dim=-1)
         expected = functional.silu(gate) * up
         found = gated.run(x[:count], packed)
@@ -203,6 +245,65 @@ def test_a_gated_product_has_the_bits_of_two_launches(shape: tuple[int, int], un
         assert bool(((found.float() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-30).all()), count
     many = product.draw(200, shape[1]).bfloat16()
     assert torch.allclose(gated.run(many, packed).float(), gated.run(many, product.plain).float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(2048, 2048, 16), (2048, 2048, 8), (6144, 2048, 8), (576, 256, 8)], ids=str)
+def test_rows_are_normed_on_the_way_in(shape: tuple[int, int, int], uninitialised_is_nan: None) -> None:
+    product = Product(*shape)
+    op = implementation(linear_bf16_normed if shape[2] == 16 else linear_fp8_block_normed)
+    norm, x = (1 + 0.2 * product.draw(shape[1])).bfloat16(), (3 * product.draw(20, shape[1])).bfloat16()
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+    alone = torch.cat([op.run(x[row : row + 1], norm, 1e-5, *product.weight) for row in range(16)])
+    for count in (1, 6, 8, 16, 20):
+        found, expected = op.run(x[:count], norm, 1e-5, *product.weight), exact[:count] @ product.exact.t()
+        plain = functional.linear(rms_norm.reference(x[:count], norm, 1e-5), product.plain)
+        error, allowed = (float((y.double() - expected).norm()) for y in (found, plain))
+        assert error <= 2 * allowed
+        assert count > 16 or torch.equal(found, alone[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(19360, 6144, 16), (19360, 6144, 8), (8192, 256, 16), (256, 6144, 16)], ids=str)
+def test_the_best_output_is_that_of_the_product(shape: tuple[int, int, int], uninitialised_is_nan: None) -> None:
+    """As the product itself has it, ties to the lowest; padding never; parts of a vocabulary agree with the whole by their keys;
+    a launch leaves nothing behind for the next one, whatever the number of rows."""
+    product = Product(*shape)
+    best = implementation(linear_bf16_best if shape[2] == 16 else linear_fp8_block_best)
+    outputs, width = product.outputs, product.outputs - 7
+    x, _ = product.rows(20)
+    for count in (16, 1, 6, 8, 9, 16, 20, 1):
+        logits = product(x[:count])
+        for _ in range(3):
+            tokens, keys = best.run(x[:count], *product.weight, 100, width)
+            assert torch.equal(tokens, logits[:, :width].argmax(-1) + 100), count
+            assert torch.equal(token_of(keys), tokens)
+    zero = torch.zeros(3, product.inputs, device="cuda", dtype=torch.bfloat16)
+    assert best.run(zero, *product.weight, 5, width)[0].tolist() == [5, 5, 5], "equal logits, of either sign of zero"
+    half = outputs // 256 * 128
+    parts = [tuple(part[:half] if part.shape[0] == outputs else part[: half // 128] for part in product.stored)]
+    parts.append(tuple(part[half:] if part.shape[0] == outputs else part[half // 128 :] for part in product.stored))
+    keys = [
+        best.run(
+            x[:6], *(packed if isinstance(packed := best.pack(*part), tuple) else (packed,)), first, part[0].shape[0]
+        )[1]
+        for part, first in zip(parts, (0, half), strict=True)
+    ]
+    whole = product(x[:6])
+    top = whole.gather(1, token_of(torch.stack(keys).amax(0))[:, None])[:, 0]
+    assert torch.allclose(top.float(), whole.float().amax(-1), rtol=2.0**-6), (
+        "parts are cut otherwise: sums may round apart"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(2784, 6144), (576, 320), (72, 64)], ids=str)
+def test_codes_are_widened_as_the_reference_does(shape: tuple[int, int], uninitialised_is_nan: None) -> None:
+    product = Product(*shape, 8)
+    assert torch.equal(sm90.widened(*product.stored), product.plain)
 
 
 @pytest.mark.gpu
@@ -239,11 +340,11 @@ def test_everything_else_is_handed_on(shape: tuple[int, int, int]) -> None:
     """More rows than launches follow one another for, float32 rows, rows in odd places, weights that no tiling fits, no
     rows."""
     product = Product(*shape)
-    product.check(*product.rows(sm90.MOST_ROWS + 1))
+    product.check(*product.rows(product.most_rows + 1))
     product.check(*product.rows(6))
     x, residual = product.rows(6)
     # The library may go another way about rows that lie otherwise.
-    agree = torch.equal if product.weight[0].dim() == 5 else partial(torch.allclose, rtol=2.0**-6, atol=2.0**-6)
+    agree = torch.equal if product.most_rows else partial(torch.allclose, rtol=2.0**-6, atol=2.0**-6)
     assert agree(product(x.repeat(1, 2)[:, : x.shape[1]], residual), product(x, residual))
     shifted = torch.empty(6, product.inputs + 1, device="cuda", dtype=torch.bfloat16)[:, 1:]
     shifted.copy_(x)

@@ -1,8 +1,9 @@
 # pyright: basic
 """Products of a few rows with a weight on Hopper, at the speed of memory: `sm90_linear.cu`, in bfloat16 and in FP8.
 
-Owns the order of a packed weight and the launch. Must not know layers; how shapes are cut is in `sm90_tiling.py`.
-Imported by `bind` only. A row's bits depend on nothing but that row. Nothing here reads a value on the host.
+Owns the launch and who multiplies: the kernel, the library, the reference. Must not know layers; how shapes are cut is in
+`sm90_tiling.py`, the order of weights in `sm90_packing.py`. Imported by `bind` only. A row's bits depend on nothing but that row,
+for as many rows as the kernel takes. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from legato.ops.gemm import (
     linear_swiglu,
     sm90_heads,
 )
-from legato.ops.gemm.dequantize import dequantize_fp8_block
+from legato.ops.gemm.best import best_of, linear_bf16_best, linear_fp8_block_best
+from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, restore, restore_swiglu, separated
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, tiling
 from legato.ops.pointwise import rms_norm, swiglu
 
 __all__ = ["sm90_heads"]  # attached by being imported
 
 _SOURCE = Path(__file__).with_name("sm90_linear.cu")
-#: Rows up to which launches follow one another, each reading the weight again; beyond, the library multiplies.
-MOST_ROWS = 128
+_WIDEN = Kernel(Source(Path(__file__).with_name("sm90_widen.cu")), "widen")
+#: Rows that are normed inside the product, or of which it gives the best output alone, at most.
+MOST_FUSED = 16
 
 
 @cache
@@ -45,35 +48,30 @@ def kernel(cut: Tiling, tiles: int, swiglu: int = 0) -> tuple[Kernel, int]:
     return Kernel(source, "linear", shared_bytes=shared), shared
 
 
-def arrange(weight: Tensor, cut: Tiling) -> Tensor:
-    """A weight [N, K] (16 divides N, a block's K divides K) in the order in which the kernel reads it.
-
-    A block of 1 KB is 16 outputs by 64 bytes of K: first the 16-byte pieces of outputs 0..7, lane by lane (lane = 4 *
-    output + piece), then those of 8..15. A group of `cut.strips` strips is K-major: all its strips of one block of K,
-    then the next block; the last group may have fewer. The result's shape [N/16, blocks, 2, 32, 16 bytes] says how much
-    there is, not where it lies.
-    """
-    outputs, inputs = weight.shape
-    piece = 128 // cut.bits
-    total, k_blocks = outputs // STRIP, inputs // cut.block_k
-    blocks = weight.view(total, 2, 8, k_blocks, 4, piece).permute(0, 3, 1, 2, 4, 5).reshape(total, k_blocks, -1)
-    whole = total // cut.strips * cut.strips
-    parts = [blocks[:whole].unflatten(0, (-1, cut.strips)).transpose(1, 2).flatten()] if whole else []
-    if whole < total:
-        parts.append(blocks[whole:].transpose(0, 1).flatten())
-    return torch.cat(parts).view(total, k_blocks, 2, 32, piece)
+@cache
+def normed_kernel(cut: Tiling, tiles: int, k_blocks: int) -> tuple[Kernel, int]:
+    """As `kernel`, for rows of so many blocks of K that are normed on the way in."""
+    shared, macros = cut.shared_bytes(tiles), cut.macros(tiles)
+    even = k_blocks == WARPS * macros["BATCH"] * macros["CHUNK"]
+    return Kernel(Source(_SOURCE, {**macros, "NORM": 1, "EVEN": int(even)}), "linear", shared_bytes=shared), shared
 
 
-def restore(packed: Tensor, cut: Tiling) -> Tensor:
-    """The weight [N, K] that `arrange` was given."""
-    total, k_blocks, _, _, piece = packed.shape
-    whole = total // cut.strips * cut.strips
-    flat = packed.reshape(total * k_blocks, -1)
-    parts = [flat[: whole * k_blocks].view(-1, k_blocks, cut.strips, flat.shape[1]).transpose(1, 2).flatten(0, 1)]
-    if whole < total:
-        parts.append(flat[whole * k_blocks :].view(k_blocks, total - whole, -1).transpose(0, 1))
-    blocks = torch.cat(parts).view(total, k_blocks, 2, 8, 4, piece)
-    return blocks.permute(0, 2, 3, 1, 4, 5).reshape(total * STRIP, k_blocks * 4 * piece)
+def norms(cut: Tiling) -> bool:
+    """Whether the kernel can norm the rows of x itself: a block has all of K, and a warp its whole slice at once."""
+    return cut.ranks == 1 and cut.x_slots == 1 and not cut.x_copies
+
+
+@cache
+def best_kernel(cut: Tiling, tiles: int) -> tuple[Kernel, int]:
+    """As `kernel`, for the best output of each row alone."""
+    shared = cut.shared_bytes(tiles)
+    return Kernel(Source(_SOURCE, {**cut.macros(tiles), "BEST": 1}), "linear", shared_bytes=shared), shared
+
+
+@cache
+def _ballot(device: torch.device) -> Tensor:
+    """Where the blocks of a launch find the best output of a row; zero between launches, which follow one another."""
+    return torch.zeros(2 * MOST_FUSED + 2, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,25 @@ class Packed:
     scale_inv: Tensor | None = None
     gated: bool = False
 
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0] * STRIP
+
+    @property
+    def scales(self) -> tuple[Tensor | int, ...]:
+        """The kernel's arguments for e4m3."""
+        return () if self.scale_inv is None else (self.scale_inv, self.scale_inv.shape[1])
+
+    def launch(self, made: tuple[Kernel, int]) -> tuple[Kernel, Launch]:
+        """One of the tiling's kernels, and its launch."""
+        groups, ranks = -(-self.weight.shape[0] // self.cut.strips), self.cut.ranks
+        cluster = (ranks,) if ranks > 1 else None
+        return made[0], Launch((groups * ranks,), (32 * WARPS,), cluster, made[1], programmatic=True)
+
 
 def multiply(packed: Packed, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """x [T, K] bfloat16 (T >= 1) with a packed weight: one launch for as many rows as its tiling takes, then the next."""
-    rows, outputs = x.shape[0], packed.weight.shape[0] * STRIP
+    rows, outputs = x.shape[0], packed.outputs
     y = torch.empty(rows, outputs // 2 if packed.gated else outputs, dtype=torch.bfloat16, device=x.device)
     x, residual = _rows(x), _residual(residual)
     step = 8 * packed.cut.most_tiles
@@ -100,19 +113,31 @@ def multiply(packed: Packed, x: Tensor, residual: Tensor | None = None) -> Tenso
 
 
 def _launch(packed: Packed, x: Tensor, residual: Tensor | None, y: Tensor) -> None:
-    cut, weight, rows = packed.cut, packed.weight, x.shape[0]
-    outputs = weight.shape[0] * STRIP
-    compiled, shared = kernel(cut, next(tiles for tiles in TILES if 8 * tiles >= rows), int(packed.gated))
-    groups = -(-weight.shape[0] // cut.strips)
-    how = Launch(
-        grid=(groups * cut.ranks,),
-        block=(32 * WARPS,),
-        cluster=(cut.ranks,) if cut.ranks > 1 else None,
-        shared_bytes=shared,
-        programmatic=True,
-    )
-    scales = () if packed.scale_inv is None else (packed.scale_inv, packed.scale_inv.shape[1])
-    compiled(how, weight, x, residual, y, rows, outputs, weight.shape[1], x.stride(0), outputs, *scales)
+    weight, rows, outputs = packed.weight, x.shape[0], packed.outputs
+    tiles = next(tiles for tiles in TILES if 8 * tiles >= rows)
+    compiled, how = packed.launch(kernel(packed.cut, tiles, int(packed.gated)))
+    compiled(how, weight, x, residual, y, rows, outputs, weight.shape[1], x.stride(0), outputs, *packed.scales)
+
+
+def multiply_normed(packed: Packed, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """The same of up to 16 rows that are normed on the way in, for a tiling that `norms`."""
+    rows, outputs, weight = x.shape[0], packed.outputs, packed.weight
+    y = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x.device)
+    compiled, how = packed.launch(normed_kernel(packed.cut, 1 if rows <= 8 else 2, weight.shape[1]))
+    x, numbers = _rows(x), (rows, outputs, weight.shape[1])
+    compiled(how, weight, x, None, y, *numbers, x.stride(0), outputs, *packed.scales, norm, float(eps))
+    return y
+
+
+def multiply_best(packed: Packed, x: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Of up to 16 rows, the best of the first `width` outputs, numbered from `first` on: tokens and keys, each [T] int64."""
+    rows, weight = x.shape[0], packed.weight
+    tokens, keys = (torch.empty(rows, dtype=torch.int64, device=x.device) for _ in range(2))
+    compiled, how = packed.launch(best_kernel(packed.cut, 1 if rows <= 8 else 2))
+    x, numbers = _rows(x), (rows, packed.outputs, weight.shape[1])
+    ballot = (_ballot(x.device), keys, first, width)
+    compiled(how, weight, x, None, tokens, *numbers, x.stride(0), packed.outputs, *packed.scales, *ballot)
+    return tokens, keys
 
 
 def _cut_of(packed: Tensor, bits: int) -> Tiling:
@@ -136,7 +161,7 @@ def _residual(residual: Tensor | None) -> Tensor | None:
     return residual.clone(memory_format=torch.contiguous_format)
 
 
-def _is_bf16(x: Tensor, residual: Tensor | None) -> bool:
+def _is_bf16(x: Tensor, residual: Tensor | None = None) -> bool:
     return x.dtype is torch.bfloat16 and (residual is None or residual.dtype is torch.bfloat16)
 
 
@@ -145,127 +170,151 @@ def _by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     return functional.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
 
 
-def pack_bf16(weight: Tensor) -> Tensor:
-    """A bfloat16 weight in the kernel's order; unchanged where its type is another or no tiling fits its shape."""
+def _few(x: Tensor, packed: Tensor | None, bits: int) -> Tiling | None:
+    """The tiling by which the kernel multiplies these rows; None where it does not."""
+    if packed is None or x.dtype is not torch.bfloat16:
+        return None
+    cut = _cut_of(packed, bits)
+    return cut if 0 < x.shape[0] <= cut.most_rows else None
+
+
+def _parts(weight: Tensor | Kept) -> tuple[Tensor | None, Tensor | None]:
+    """A weight in the kernel's order and as stored; a tensor is one or the other."""
+    if isinstance(weight, Kept):
+        return weight.packed, weight.stored
+    return (weight, None) if weight.dim() == 5 else (None, weight)
+
+
+def _as_stored(weight: Tensor | Kept) -> Tensor:
+    packed, stored = _parts(weight)
+    return restore(packed, _cut_of(packed, 16)) if stored is None else stored
+
+
+def _arranged(weight: Tensor) -> Tensor | None:
     found = tiling(*weight.shape, 16) if weight.dtype is torch.bfloat16 else None
-    return weight if found is None else arrange(weight, found)
+    return None if found is None else arrange(weight, found)
+
+
+def pack_bf16(weight: Tensor) -> Tensor | Kept:
+    """A bfloat16 weight in the kernel's order, beside itself; only itself where its type is another or no tiling fits its
+    shape."""
+    packed = _arranged(weight)
+    return weight if packed is None else Kept(packed, weight)
 
 
 @linear_bf16.on("sm90", pack=pack_bf16)
-def run_bf16(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel.
-
-    More rows: cuBLAS on the restored weight, which costs one more pass over it. A weight that `pack` left unchanged:
-    cuBLAS, or the reference in float32.
-    """
-    if weight.dim() != 5:
-        if weight.dtype is torch.bfloat16 and _is_bf16(x, residual):
-            return _by_library(x, weight, residual)
-        return linear_bf16.reference(x, weight, residual)
-    cut = _cut_of(weight, 16)
-    if not _is_bf16(x, residual):
-        return linear_bf16.reference(x, restore(weight, cut), residual)
-    if not 0 < x.shape[0] <= MOST_ROWS:
-        return _by_library(x, restore(weight, cut), residual)
-    return multiply(Packed(cut, weight), x, residual)
-
-
-def norms(cut: Tiling) -> bool:
-    """Whether the kernel can norm the rows of x itself: a block has all of K, and a warp its whole slice at once."""
-    return cut.ranks == 1 and cut.x_slots == 1 and not cut.x_copies
-
-
-@cache
-def normed_kernel(cut: Tiling, tiles: int, k_blocks: int) -> tuple[Kernel, int]:
-    """As `kernel`, for rows of so many blocks of K that are normed on the way in."""
-    shared, macros = cut.shared_bytes(tiles), cut.macros(tiles)
-    even = k_blocks == WARPS * macros["BATCH"] * macros["CHUNK"]
-    return Kernel(Source(_SOURCE, {**macros, "NORM": 1, "EVEN": int(even)}), "linear", shared_bytes=shared), shared
+def run_bf16(x: Tensor, weight: Tensor | Kept, residual: Tensor | None = None) -> Tensor:
+    """As many rows of bfloat16 as it is faster for: the kernel. More, and weights that `pack` left unchanged: cuBLAS. Other
+    types: the reference in float32."""
+    packed, _ = _parts(weight)
+    if _is_bf16(x, residual) and (cut := _few(x, packed, 16)) is not None:
+        return multiply(Packed(cut, packed), x, residual)
+    stored = _as_stored(weight)
+    if stored.dtype is torch.bfloat16 and _is_bf16(x, residual):
+        return _by_library(x, stored, residual)
+    return linear_bf16.reference(x, stored, residual)
 
 
 @linear_bf16_normed.on("sm90", pack=pack_bf16)
-def run_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def run_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept) -> Tensor:
     """Up to 16 rows of bfloat16 with a packed weight that one block has all of K of: one launch. Otherwise `rms_norm` as bound
     and the product."""
-    rows = x.shape[0]
-    cut = _cut_of(weight, 16) if weight.dim() == 5 else None
-    if cut is None or not norms(cut) or x.dtype is not torch.bfloat16 or not 0 < rows <= 16:
+    packed, _ = _parts(weight)
+    cut = _few(x, packed, 16)
+    if cut is None or not norms(cut) or x.shape[0] > MOST_FUSED:
         return run_bf16(rms_norm(x, norm, eps), weight)
-    outputs = weight.shape[0] * STRIP
-    y = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x.device)
-    compiled, shared = normed_kernel(cut, 1 if rows <= 8 else 2, weight.shape[1])
-    grid = (-(-weight.shape[0] // cut.strips),)
-    how = Launch(grid=grid, block=(32 * WARPS,), shared_bytes=shared, programmatic=True)
-    x = _rows(x)
-    compiled(how, weight, x, None, y, rows, outputs, weight.shape[1], x.stride(0), outputs, norm, float(eps))
-    return y
+    return multiply_normed(Packed(cut, packed), x, norm, eps)
 
 
-def pack_swiglu(gate_up: Tensor) -> Tensor:
-    """A bfloat16 weight [2F, K] with rows in fours, of the gate and of the up in turn, in the kernel's order; unchanged
-    where its type is another or no tiling fits its shape."""
-    found = tiling(*gate_up.shape, 16) if gate_up.dtype is torch.bfloat16 else None
-    return gate_up if found is None or gate_up.shape[0] % 8 else arrange(_in_turn(gate_up), found)
-
-
-def _in_turn(gate_up: Tensor) -> Tensor:
-    return gate_up.view(2, -1, 4, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
-
-
-def restore_swiglu(packed: Tensor, cut: Tiling) -> Tensor:
-    """The weight [2F, K] that `pack_swiglu` was given."""
-    in_turn = restore(packed, cut)
-    return in_turn.view(-1, 2, 4, in_turn.shape[1]).transpose(0, 1).reshape(in_turn.shape)
+def pack_swiglu(gate_up: Tensor) -> Tensor | Kept:
+    """A bfloat16 weight [2F, K] with rows in fours, of the gate and of the up in turn, in the kernel's order, beside itself; only
+    itself where its type is another or no tiling fits its shape."""
+    packed = _arranged(in_turn(gate_up)) if gate_up.shape[0] % 8 == 0 else None
+    return gate_up if packed is None else Kept(packed, gate_up)
 
 
 @linear_swiglu.on("sm90", pack=pack_swiglu)
-def run_swiglu(x: Tensor, gate_up: Tensor) -> Tensor:
-    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel, with the bits of two launches. Otherwise the
-    product and `swiglu` as bound."""
-    if gate_up.dim() != 5:
-        return swiglu(run_bf16(x, gate_up))
-    cut = _cut_of(gate_up, 16)
-    if x.dtype is not torch.bfloat16 or not 0 < x.shape[0] <= MOST_ROWS:
-        return swiglu(run_bf16(x, restore_swiglu(gate_up, cut)))
-    return multiply(Packed(cut, gate_up, gated=True), x)
+def run_swiglu(x: Tensor, gate_up: Tensor | Kept) -> Tensor:
+    """As many rows of bfloat16 as it is faster for: the kernel, with the bits of two launches. Otherwise the product and `swiglu`
+    as bound."""
+    packed, stored = _parts(gate_up)
+    cut = _few(x, packed, 16)
+    if cut is not None:
+        return multiply(Packed(cut, packed, gated=True), x)
+    if stored is None:
+        stored = restore_swiglu(packed, _cut_of(packed, 16))
+    return swiglu(run_bf16(x, stored))
 
 
-def pack_fp8(weight: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """An e4m3 weight in the kernel's order, and its scales; unchanged where no tiling fits its shape."""
+def pack_fp8(weight: Tensor, scale_inv: Tensor) -> tuple[Tensor | Kept, Tensor]:
+    """An e4m3 weight in the kernel's order, beside itself, and its scales; only itself where no tiling fits its shape."""
     found = tiling(*weight.shape, 8)
     if found is None:
         return weight, scale_inv
-    return arrange(weight.view(torch.uint8), found).view(torch.float8_e4m3fn), scale_inv.contiguous()
+    packed = interleaved(arrange(weight.view(torch.uint8), found)).view(torch.float8_e4m3fn)
+    return Kept(packed, weight.contiguous()), scale_inv.to(torch.float32).contiguous()
 
 
 @linear_fp8_block.on("sm90", pack=pack_fp8)
-def run_fp8(x: Tensor, weight: Tensor, scale_inv: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel, whose products are exact and whose scales
-    multiply sums over 64 of K.
-
-    Otherwise the weight is dequantised to bfloat16 for cuBLAS, or to float32 for the reference.
-    """
-    if weight.dim() == 5:
-        cut = _cut_of(weight, 8)
-        if _is_bf16(x, residual) and 0 < x.shape[0] <= MOST_ROWS:
-            return multiply(Packed(cut, weight, scale_inv), x, residual)
-        weight = restore(weight.view(torch.uint8), cut).view(torch.float8_e4m3fn)
+def run_fp8(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, residual: Tensor | None = None) -> Tensor:
+    """As many rows of bfloat16 as it is faster for: the kernel, whose products are exact and whose scales multiply sums over 64
+    of K. More: cuBLAS on the weight in bfloat16, for which one launch widens it. Other types: the reference in float32."""
+    packed, stored = _parts(weight)
+    if _is_bf16(x, residual) and (cut := _few(x, packed, 8)) is not None:
+        return multiply(Packed(cut, packed, scale_inv), x, residual)
+    if stored is None:
+        stored = restore(separated(packed.view(torch.uint8)), _cut_of(packed, 8)).view(torch.float8_e4m3fn)
     if not _is_bf16(x, residual):
-        return linear_fp8_block.reference(x, weight, scale_inv, residual)
-    return _by_library(x, dequantize_fp8_block(weight, scale_inv).to(torch.bfloat16), residual)
+        return linear_fp8_block.reference(x, stored, scale_inv, residual)
+    return _by_library(x, widened(stored, scale_inv), residual)
+
+
+def widened(weight: Tensor, scale_inv: Tensor) -> Tensor:
+    """A weight of e4m3 in bfloat16: `dequantize_fp8_block`, rounded."""
+    outputs, inputs = weight.shape
+    made = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=weight.device)
+    how = Launch(grid=(-(-inputs // 128), -(-outputs // 128)), block=(256,))
+    _WIDEN(how, weight.contiguous(), scale_inv.to(torch.float32).contiguous(), made, outputs, inputs)
+    return made
 
 
 @linear_fp8_block_normed.on("sm90", pack=pack_fp8)
-def run_fp8_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """`rms_norm` as bound, then the product."""
-    return run_fp8(rms_norm(x, norm, eps), weight, scale_inv)
+def run_fp8_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept, scale_inv: Tensor) -> Tensor:
+    """As `run_normed`, with a weight of e4m3."""
+    packed, _ = _parts(weight)
+    cut = _few(x, packed, 8)
+    if cut is None or not norms(cut) or x.shape[0] > MOST_FUSED:
+        return run_fp8(rms_norm(x, norm, eps), weight, scale_inv)
+    return multiply_normed(Packed(cut, packed, scale_inv), x, norm, eps)
 
 
-@linear_draft.on("sm90", pack=pack_bf16)
+@linear_bf16_best.on("sm90", pack=pack_bf16)
+def run_bf16_best(x: Tensor, weight: Tensor | Kept, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Up to 16 rows of bfloat16 with a packed weight: one launch that writes no logits. Otherwise the best of the product."""
+    packed, _ = _parts(weight)
+    cut = _few(x, packed, 16)
+    if cut is None or x.shape[0] > MOST_FUSED:
+        return best_of(run_bf16(x, weight), first, width)
+    return multiply_best(Packed(cut, packed), x, first, width)
+
+
+@linear_fp8_block_best.on("sm90", pack=pack_fp8)
+def run_fp8_best(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """As `run_bf16_best`, with a weight of e4m3."""
+    packed, _ = _parts(weight)
+    cut = _few(x, packed, 8)
+    if cut is None or x.shape[0] > MOST_FUSED:
+        return best_of(run_fp8(x, weight, scale_inv), first, width)
+    return multiply_best(Packed(cut, packed, scale_inv), x, first, width)
+
+
+def pack_draft(weight: Tensor) -> Tensor:
+    """A bfloat16 weight in the kernel's order alone: drafts are few rows."""
+    packed = _arranged(weight)
+    return weight if packed is None else packed
+
+
+@linear_draft.on("sm90", pack=pack_draft)
 def run_draft(x: Tensor, weight: Tensor) -> Tensor:
     """As `run_bf16`; in float32 the reference."""
-    return run_bf16(x, weight) if x.dtype is torch.bfloat16 else linear_draft.reference(x, _stored(weight))
-
-
-def _stored(weight: Tensor) -> Tensor:
-    return weight if weight.dim() == 2 else restore(weight, _cut_of(weight, 16))
+    return run_bf16(x, weight) if x.dtype is torch.bfloat16 else linear_draft.reference(x, _as_stored(weight))

@@ -24,8 +24,12 @@
 // RMSNorm's input. Lanes multiply it by the norm's weight as they hold it, each warp sums the squares of its slice of K
 // beside its products, and the block divides by their root at the end: x is read once and no normed row is written
 // (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once); EVEN: with it, that all
-// slices are X_BLOCKS long.
+// slices are X_BLOCKS long. BEST: of each row only the highest output is wanted. Blocks meet at a key per row, value above and
+// complement of the index below, by atomic maxima, whose order does not matter; the last one says which it is.
 
+#ifndef BEST
+#define BEST 0
+#endif
 #ifndef NORM
 #define NORM 0
 #endif
@@ -61,6 +65,7 @@ constexpr int ITEM_QUADS = SWIGLU ? 2 : 1;     // that one thread finishes toget
 constexpr int OWN_ITEMS = (TOKENS * OWN_QUADS / ITEM_QUADS + THREADS - 1) / THREADS;
 static_assert(OWN_QUADS % ITEM_QUADS == 0, "a gate and its up belong to the same rank");
 static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four outputs");
+static_assert(!BEST || (!SWIGLU && TOKENS <= 16), "the best of what a product is, of few rows");
 static_assert(!NORM || (RANKS == 1 && X_SLOTS == 1 && !X_COPIES && !SWIGLU), "a norm needs all of x at once");
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
@@ -123,6 +128,22 @@ __device__ __forceinline__ float gated(float gate, float up) {
   gate = as_bf16(gate);
   return gate / (1.0f + __expf(-gate)) * as_bf16(up);
 }
+
+#if BEST
+// Of all rows: the best so far, and how many blocks have had their say. All zero before a launch and after it.
+struct Ballot {
+  u64 best[TOKENS];
+  u32 blocks;
+};
+
+// The better of two is the greater: equal values prefer the lower index. Values are rounded first, as logits are.
+__device__ __forceinline__ u64 key_of(float value, u32 index) {
+  const u32 bits = __float_as_uint(as_bf16(value) + 0.0f);  // the two zeros are equal
+  return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~index;
+}
+
+__device__ __forceinline__ u64 better(u64 a, u64 b) { return a > b ? a : b; }
+#endif
 
 constexpr int PIECES = FP8 ? 2 : 1;  // of 16 bytes: what a lane needs of a row of x for one block of K
 typedef uint4 Fragments[TILES][PIECES];
@@ -199,14 +220,25 @@ __device__ __forceinline__ void load_slice(Fragments (&into)[X_BLOCKS], const u8
 #endif
 
 #if FP8
-// Four e4m3 to two pairs of bfloat16, exactly: sign, then exponent and mantissa four bits lower, then times 2^120.
-__device__ __forceinline__ void widen(u32 codes, u32 &first, u32 &second) {
-  const u32 scale = 0x7b807b80u;  // 2^120 twice
-  u32 low = __byte_perm(codes, 0, 0x1404), high = __byte_perm(codes, 0, 0x3424);  // bytes into the upper halves
-  low = (low & 0x80008000u) | ((low & 0x7f007f00u) >> 4);
-  high = (high & 0x80008000u) | ((high & 0x7f007f00u) >> 4);
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(first) : "r"(low), "r"(scale));
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(second) : "r"(high), "r"(scale));
+// Four packed e4m3 to two pairs of bfloat16 times 2^-120: sign at bit 15, exponent and mantissa from bit 10 down, which is exact
+// for all of them, since the tensor cores take subnormal numbers as they are. Of the packed word the first pair lies in place; of
+// the second, exponents are four bits too high, mantissas four too low, signs a rotation by four away.
+__device__ __forceinline__ void widen(u32 word, u32 &first, u32 &second) {
+  first = word & 0x87f087f0u;
+  second = (__funnelshift_l(word, word, 28) & 0x87808780u) | (word << 4 & 0x00700070u);
+}
+
+// x times 2^64, so that sums stay far from the smallest floats. What they then lack is in the scales.
+constexpr float LACKING = 0x1p56f;
+
+__device__ __forceinline__ uint4 lifted(uint4 x) {
+  const u32 factor = 0x5f805f80u;
+  uint4 v;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v.x) : "r"(x.x), "r"(factor));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v.y) : "r"(x.y), "r"(factor));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v.z) : "r"(x.z), "r"(factor));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v.w) : "r"(x.w), "r"(factor));
+  return v;
 }
 #endif
 
@@ -218,15 +250,23 @@ typedef float Sums[STRIPS][TILES][CHAINS][4];
 struct Scales {
   float first, second;
   int boundary;  // the strip with which the second row of scales begins
-
-  __device__ __forceinline__ float of(int strip, int pair) const {
-    return __shfl_sync(0xffffffffu, strip < boundary ? first : second, pair);
-  }
 };
 
+#ifndef FP8_CHAINS
+#define FP8_CHAINS 2
+#endif
 // One block of K, `live` strips: the last group of a weight may have fewer than STRIPS.
 __device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u8 *block, int live, int lane,
                                          const Scales &scales, int pair) {
+#if FP8
+  Fragments high;
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) high[tile][p] = lifted(x[tile][p]);
+  const float first_scale = __shfl_sync(0xffffffffu, scales.first, pair);
+  const float second_scale = __shfl_sync(0xffffffffu, scales.second, pair);
+#endif
 #pragma unroll
   for (int strip = 0; strip < STRIPS; ++strip) {
     if (strip >= live) break;
@@ -234,7 +274,7 @@ __device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u
     const uint4 lower = *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + 512 + lane * 16);
 #if FP8
     const u32 codes[2][4] = {{upper.x, upper.y, upper.z, upper.w}, {lower.x, lower.y, lower.z, lower.w}};
-    float products[TILES][2][4] = {};
+    float products[TILES][FP8_CHAINS][4] = {};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       u32 a0, a1, a2, a3;
@@ -242,15 +282,17 @@ __device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u
       widen(codes[1][step], a1, a3);
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        const uint4 piece = x[tile][step / 2];
-        mma(products[tile][step % 2], a0, a1, a2, a3, step % 2 ? piece.z : piece.x, step % 2 ? piece.w : piece.y);
+        const uint4 piece = high[tile][step / 2];
+        mma(products[tile][step % FP8_CHAINS], a0, a1, a2, a3, step % 2 ? piece.z : piece.x, step % 2 ? piece.w : piece.y);
       }
     }
-    const float scale = scales.of(strip, pair);
+    const float scale = strip < scales.boundary ? first_scale : second_scale;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[strip][tile][0][i] += scale * (products[tile][0][i] + products[tile][1][i]);
+      for (int i = 0; i < 4; ++i)
+        sums[strip][tile][0][i] +=
+            scale * (FP8_CHAINS == 2 ? products[tile][0][i] + products[tile][FP8_CHAINS - 1][i] : products[tile][0][i]);
 #else
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -271,6 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if NORM
            ,
            const u8 *__restrict__ norm, float eps
+#endif
+#if BEST
+           ,
+           Ballot *__restrict__ ballot, u64 *__restrict__ keys, int first, int width
 #endif
     ) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -341,8 +387,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int scale_row = group * OUTPUTS / 128, scale_column = begin / 2 + lane;
   scales_at.boundary = (scale_row + 1) * 8 - group * STRIPS;
   if (scale_column < scale_columns) {
-    scales_at.first = scales[size_t(scale_row) * scale_columns + scale_column];
-    if ((scale_row + 1) * 128 < outputs) scales_at.second = scales[size_t(scale_row + 1) * scale_columns + scale_column];
+    scales_at.first = scales[size_t(scale_row) * scale_columns + scale_column] * LACKING;
+    if ((scale_row + 1) * 128 < outputs)
+      scales_at.second = scales[size_t(scale_row + 1) * scale_columns + scale_column] * LACKING;
   }
 #endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -514,6 +561,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
     return sum;
   };
+#if BEST
+  __shared__ u64 own_best[TOKENS][OWN_QUADS];
+  __shared__ bool is_last;
+  for (int item = threadIdx.x; item < TOKENS * OWN_QUADS; item += THREADS) own_best[0][item] = 0;
+  __syncthreads();
+#endif
 #pragma unroll
   for (int i = 0; i < OWN_ITEMS; ++i) {
     const int item = i * THREADS + threadIdx.x;
@@ -535,7 +588,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     sum.x += from_bf16(added[i].x & 0xffff), sum.y += from_bf16(added[i].x >> 16);
     sum.z += from_bf16(added[i].y & 0xffff), sum.w += from_bf16(added[i].y >> 16);
 #endif
+#if BEST
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    u64 best = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (output + j < width) best = better(best, key_of(values[j], first + output + j));
+    own_best[token][quad] = best;
+#else
     const uint2 rounded = make_uint2(to_bf16_pair(sum.x, sum.y), to_bf16_pair(sum.z, sum.w));
     *reinterpret_cast<uint2 *>(y + (size_t(token) * outputs + output) / ITEM_QUADS * 2) = rounded;
+#endif
   }
+#if BEST
+  __syncthreads();
+  for (int token = warp; token < rows; token += WARPS) {
+    u64 best = 0;
+    for (int quad = lane; quad < OWN_QUADS; quad += 32) best = better(best, own_best[token][quad]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) best = better(best, __shfl_xor_sync(0xffffffffu, best, step));
+    if (lane == 0) atomicMax(&ballot->best[token], best);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&ballot->blocks, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x < rows) {
+    const u64 best = atomicExch(&ballot->best[threadIdx.x], 0ull);
+    reinterpret_cast<u64 *>(y)[threadIdx.x] = u32(~best);
+    keys[threadIdx.x] = best ^ 1ull << 63;  // as a signed number in the same order
+  }
+  if (threadIdx.x == 0) ballot->blocks = 0;
+#endif
 }

@@ -19,7 +19,7 @@ WARPS = 8
 #: Tiles of 8 rows for which there are kernels; all sums of a strip and tile live in registers.
 TILES = (1, 2, 4, 8)
 #: Registers of a thread for sums and x, by bits of a weight: the others hold addresses, flags and fragments of weights.
-_SUM_REGISTERS = {16: 200, 8: 160}
+_SUM_REGISTERS = {16: 200, 8: 150}
 #: Shared memory of a multiprocessor, what the system keeps of it for each block, and a block's barriers.
 SHARED_BYTES, _RESERVED, _STATIC = 227 * 1024, 1024, 1024
 
@@ -28,13 +28,19 @@ SHARED_BYTES, _RESERVED, _STATIC = 227 * 1024, 1024, 1024
 class Recorded:
     """An entry of the table. `strips`, `ranks` as in `Tiling`; `ring`: KiB of weights in flight per thread block;
     `x_copies`: x by copies into shared memory, else straight into registers; `paced`: only one slot per warp is asked
-    for at first."""
+    for at first; `rows`: up to which it is faster than the library, where that differs from the rule."""
 
     strips: int
     ranks: int
     ring: int
     x_copies: bool = False
     paced: bool = False
+    rows: int | None = None
+
+
+#: Rows up to which the kernel is faster than the library, by bits of a weight, unless recorded otherwise: for FP8 the library
+#: needs the weight widened.
+_FASTER_ROWS = {16: 32, 8: 64}
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Tiling:
     kernel's dependency is resolved; the others follow as those arrive. It fetches x for `batch` slots together: by
     copies into shared memory (`x_copies`), `x_slots` batches ahead, or straight into registers. `bits` of a weight: 16
     (bfloat16) or 8 (e4m3). All that is for one or two tiles of rows; more tiles read the same packed weight in smaller
-    pieces, and x always into registers.
+    pieces, and x always into registers. Beyond `most_rows` the library is faster.
     """
 
     strips: int
@@ -57,6 +63,7 @@ class Tiling:
     x_slots: int
     paced: int
     bits: int
+    most_rows: int
 
     @property
     def block_k(self) -> int:
@@ -158,47 +165,50 @@ def cut(k_blocks: int, recorded: Recorded, bits: int) -> Tiling:
     ahead = 3 if x_copies else 2
     x_slots = 1 if batch * chunk >= longest else ahead
     in_flight = 1 if paced else slots
-    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, bits)
+    rows = recorded.rows or _FASTER_ROWS[bits]
+    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, bits, rows)
 
 
 #: (outputs, inputs, bits) -> how the weight is cut.
 RECORDED: dict[tuple[int, int, int], Recorded] = {
-    (128, 6144, 16): Recorded(2, 8, 64),
-    (256, 6144, 16): Recorded(2, 8, 64),
-    (512, 6144, 16): Recorded(4, 8, 98),
-    (2048, 2048, 16): Recorded(2, 1, 128, paced=True),
+    (128, 6144, 16): Recorded(2, 8, 64, rows=64),
+    (256, 6144, 16): Recorded(2, 8, 64, rows=64),
+    (512, 6144, 16): Recorded(4, 8, 98, rows=40),
+    (2048, 2048, 16): Recorded(2, 1, 128, paced=True, rows=24),
     (2624, 6144, 16): Recorded(3, 2, 144, paced=True),
     (2784, 6144, 16): Recorded(3, 2, 144, paced=True),
     (3072, 6144, 16): Recorded(3, 2, 144, paced=True),
-    (4096, 2048, 16): Recorded(2, 1, 128, paced=True),
+    (4096, 2048, 16): Recorded(2, 1, 128, paced=True, rows=16),
     (4096, 6144, 16): Recorded(2, 1, 128, x_copies=True, paced=True),
     (6144, 256, 16): Recorded(3, 1, 48),
-    (6144, 1536, 16): Recorded(3, 1, 144, paced=True),
-    (6144, 2048, 16): Recorded(3, 1, 144, paced=True),
+    (6144, 1536, 16): Recorded(3, 1, 144, paced=True, rows=16),
+    (6144, 2048, 16): Recorded(3, 1, 144, paced=True, rows=16),
     (6144, 12288, 16): Recorded(3, 1, 144, x_copies=True),
     (6144, 16384, 16): Recorded(3, 1, 144, x_copies=True),
     (16384, 2048, 16): Recorded(8, 1, 192, paced=True),
     (19360, 6144, 16): Recorded(5, 1, 96),
-    (2624, 6144, 8): Recorded(3, 2, 96, x_copies=True, paced=True),
-    (4096, 6144, 8): Recorded(2, 1, 96, x_copies=True, paced=True),
-    (6144, 12288, 8): Recorded(3, 1, 96, x_copies=True),
-    (6144, 16384, 8): Recorded(3, 1, 96, x_copies=True),
-    (16384, 2048, 8): Recorded(8, 1, 160),
-    (2048, 2048, 8): Recorded(2, 2, 64),
-    (6144, 2048, 8): Recorded(2, 1, 96),
+    (2624, 6144, 8): Recorded(3, 2, 96, paced=True),
+    (2784, 6144, 8): Recorded(3, 2, 96, paced=True),
+    (3072, 6144, 8): Recorded(3, 2, 96, paced=True),
+    (4096, 6144, 8): Recorded(4, 2, 96, x_copies=True, paced=True),
+    (6144, 12288, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
+    (6144, 16384, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
+    (16384, 2048, 8): Recorded(4, 1, 64, paced=True),
+    (2048, 2048, 8): Recorded(2, 1, 64, paced=True),
+    (4096, 2048, 8): Recorded(2, 1, 64, paced=True),
+    (6144, 2048, 8): Recorded(3, 1, 64, paced=True, rows=48),
     (512, 6144, 8): Recorded(2, 4, 64),
     (6144, 256, 8): Recorded(2, 1, 48),
-    (6144, 1536, 8): Recorded(3, 1, 96),
+    (6144, 1536, 8): Recorded(3, 1, 64, paced=True),
+    (19360, 6144, 8): Recorded(5, 1, 96, x_copies=True),
     (24576, 6144, 8): Recorded(4, 1, 96),
     # What `legato bench skeleton` streams in place of the absorbed products, the experts and launches without weights.
     (256, 256, 16): Recorded(1, 1, 144, paced=True),
     (2048, 512, 16): Recorded(1, 1, 144, paced=True),
     (4096, 192, 16): Recorded(2, 1, 144, paced=True),
-    (9584, 2048, 16): Recorded(5, 1, 144, paced=True),
-    (12288, 2048, 16): Recorded(6, 1, 144, paced=True),
-    (19184, 2048, 16): Recorded(6, 1, 144, paced=True),
-    (34096, 2048, 16): Recorded(6, 1, 144, paced=True),
-    (68208, 2048, 16): Recorded(6, 1, 144, paced=True),
+    (20736, 2048, 16): Recorded(6, 1, 144, paced=True),
+    (31072, 2048, 16): Recorded(6, 1, 144, paced=True),
+    (104608, 2048, 16): Recorded(6, 1, 144, paced=True),
 }
 
 
@@ -225,9 +235,7 @@ def _by_rule(strips: int, inputs: int, bits: int) -> Recorded:
     held = max(1, min(6, round(strips * ranks / _BLOCKS)))
     whole = max(1, ranks // 2)
     held = -(-held // whole) * whole
-    return Recorded(
-        held, ranks, 96 if bits == 8 else 144, x_copies=bits == 8 and inputs > _LONG // 2 * ranks, paced=True
-    )
+    return Recorded(held, ranks, 96 if bits == 8 else 144, x_copies=bits == 8 and inputs > _LONG * ranks, paced=True)
 
 
 @cache

@@ -282,6 +282,7 @@ def test_the_best_output_is_that_of_the_product(shape: tuple[int, int, int], uni
             assert torch.equal(token_of(keys), tokens)
     zero = torch.zeros(3, product.inputs, device="cuda", dtype=torch.bfloat16)
     assert best.run(zero, *product.weight, 5, width)[0].tolist() == [5, 5, 5], "equal logits, of either sign of zero"
+    assert best.pack is not None
     half = outputs // 256 * 128
     parts = [tuple(part[:half] if part.shape[0] == outputs else part[: half // 128] for part in product.stored)]
     parts.append(tuple(part[half:] if part.shape[0] == outputs else part[half // 128 :] for part in product.stored))

@@ -330,11 +330,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = threadIdx.x; i < num_tiles; i += THREADS)
       down_of[i] = expert_of[i] < 0 ? 1.0f : factors[expert_of[i] * 3 + 2];
 
-  // This block's routed units: so many that all blocks read about the same, with what they have of the shared expert.
+  // This block's routed units: so many that all blocks need about the same time, with what they have of the shared expert.
   {
     const float all = float(num_tiles - shared_tiles) * UNITS;
-    constexpr float ratio =
-        SHARED == NONE ? 0.0f : float(128 / Shared::STEP_K * Shared::BYTES) / (128 / Routed::STEP_K * Routed::BYTES);
+    // Widening bounds the four-bit formats: there a unit of the shared expert, which is read ahead, costs about as one of
+    // theirs in spite of its bytes.
+    constexpr float by_bytes = float(128 / Shared::STEP_K * Shared::BYTES) / (128 / Routed::STEP_K * Routed::BYTES);
+    constexpr float ratio = SHARED == NONE ? 0.0f : FORMAT == NVFP4 || FORMAT == INT4 ? 1.0f : by_bytes;
     const int more = shared_all % GRID, least = shared_all / GRID;  // `more` blocks have one unit of it more than `least`
     const float fair = (all + shared_all * ratio) / GRID;
     const float with_more = more == 0 ? 0.0f : fmaxf(0.0f, fair - (least + 1) * ratio);

@@ -59,6 +59,8 @@ def attention(
         if indexer is not None:
             raise ValueError("a layer with an indexer was given a selection to reuse")
         q = prologue_shared(qkv, q, weights.absorb, norm, places, cache.latent)
+        # A product starts nothing before what it reads is complete: all older than `q`'s product is, once the prologue begins.
+        stored = step.slots
     else:
         if indexer is None or cache.index is None:
             raise ValueError("a layer without an indexer was given no selection to reuse")
@@ -69,15 +71,16 @@ def attention(
         selection = shared(
             select(index_q, gates, cache.index, step, spec.index_topk), step, q.shape[1], cache.latent.shape[0]
         )
-    o = linear_heads(_attend(q, cache.latent, selection, spec), weights.expand)
+        stored = None
+    o = linear_heads(_attend(q, cache.latent, selection, spec, stored), weights.expand)
     return weights.o.linear(o.flatten(1)), selection
 
 
-def _attend(q: Tensor, latents: Tensor, selection: Selection, spec: ModelSpec) -> Tensor:
-    """[T, H, C] of the rows' queries over their selections."""
+def _attend(q: Tensor, latents: Tensor, selection: Selection, spec: ModelSpec, stored: Tensor | None) -> Tensor:
+    """[T, H, C] of the rows' queries over their selections. `stored`: as `sparse_mla` has it."""
     scale, latent_dim, together = spec.attention_scale, spec.kv_lora_rank, selection.together
     if together is None:
-        return sparse_mla(q, latents, selection.slots, selection.counts, scale, latent_dim)
+        return sparse_mla(q, latents, selection.slots, selection.counts, scale, latent_dim, stored)
     first, rest = slice(together.num_rows), slice(together.num_rows, None)
     o = masked_mla(q[first], latents, together.tokens, together.lengths, together.masks, scale, latent_dim)
     if together.num_rows == q.shape[0]:

@@ -281,6 +281,9 @@ class Kernel:
 
     def _attributes(self) -> Iterator[tuple[Any, int]]:
         names = driver.CUfunction_attribute
+        # The same split for all: a multiprocessor changes it only when it is empty, so that a kernel with much shared memory
+        # could not start beside one for which the driver chose a large L1.
+        yield names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100
         if self.shared_bytes:
             yield names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes
         if self.non_portable_cluster:

@@ -17,6 +17,10 @@ from legato.ops.attend import sm90, sm90_forms
 from legato.ops.attend.sm90_forms import FORMS, INVARIANT_ROWS, Form, Way, cut
 from legato.ops.cache import latent_cache, read_latent_rows
 from legato.ops.case import Draw
+from legato.ops.gemm import sm90 as products
+from legato.ops.pointwise import rope_angles
+from legato.ops.prologue import LatentNorm, Places
+from legato.ops.prologue import sm90 as prologue
 
 try:
     build._nvrtc_version()
@@ -51,7 +55,7 @@ def test_a_row_is_added_up_alike_for_one_to_sixteen_rows(heads: int, width: int,
     cuts = [cut(rows, heads, packed, width, 132) for rows in range(1, INVARIANT_ROWS + 1)]
     units = -(-width // sm90_forms.UNIT)
     parts = {units if how.form.way is not Way.RUNNING else how.blocks for how in cuts}
-    assert len(parts) == 1
+    assert len(parts) == 1 and all(how.blocks != 3 for how in cuts)
     assert all(how.form.way is not Way.ONE or units <= how.blocks for how in cuts)
 
 
@@ -61,14 +65,14 @@ def test_a_row_is_added_up_alike_for_one_to_sixteen_rows(heads: int, width: int,
 def test_cuts_fit_the_device(rows: int, heads: int, packed: bool) -> None:
     for width in (1, 256, 2048, 8192):
         how = cut(rows, heads, packed, width, 132)
-        assert how.blocks in (1, 2, 4, 8, 16) and how.form in FORMS
+        assert how.blocks in (1, 2, 3, 4, 8, 16) and how.form in FORMS
         assert how.form.shared_bytes(-(-width // 128), how.blocks) <= how.shared_bytes <= sm90_forms.MOST_BYTES
         assert how.form.heads >= min(heads, 64)
 
 
 def test_many_rows_share_the_processors() -> None:
     assert cut(2048, 64, False, 2048, 132).blocks == cut(2048, 8, True, 2048, 132).blocks == 1
-    assert cut(36, 64, False, 2048, 132).blocks == cut(36, 8, False, 2048, 132).blocks == 2
+    assert (cut(36, 64, False, 2048, 132).blocks, cut(36, 8, False, 2048, 132).blocks) == (3, 2)
 
 
 def arguments(rows: int = 3, heads: int = 8, width: int = 200, pages: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,10 +113,15 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sm90, "kernel", lambda form: lambda how, *given: calls.append((form, how, given)))
     monkeypatch.setattr(sm90, "_processors", lambda device: 132)
     q, cache, slots, counts = arguments(heads=70)
-    out = sm90._attend._init_fn(q, cache, slots, counts, SCALE)
-    ((form, how, given),) = calls
+    out = sm90._attend._init_fn(q, cache, slots, counts, SCALE, None)
+    stored = torch.zeros(3, dtype=torch.int32)
+    sm90._attend._init_fn(q, cache, slots, counts, SCALE, stored)
+    sm90._attend._init_fn(q[:, :8], cache, slots, counts, SCALE, stored)
+    (form, how, given), (same, _, without), (early, _, extra) = calls
+    assert same == form and len(without) == len(given), "many heads make no use of the promise"
+    assert early.early and early.few and extra[-2:] == (stored, 3) and len(extra) == len(given) + 2
     for source in {known.source.path for known in FORMS}:
-        declared = re.search(r"sparse_mla\((const u8 \*q.*?)\) \{", source.read_text(), re.S)
+        declared = re.search(r"sparse_mla\((const u8 \*q.*?float scale)", source.read_text(), re.S)
         names = [part.split()[-1].strip("*") for part in declared[1].split(",")]
         passed = dict(zip(names, given, strict=True))
         assert passed["q"] is q and passed["cache"] is cache and passed["slots"] is slots and passed["counts"] is counts
@@ -120,6 +129,16 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
         assert (passed["slots_stride"], passed["q_stride"]) == (200, 70 * 576)
         assert passed["scale"] == pytest.approx(SCALE * 1.4426950408889634)
     assert form == Form(64, packed=False) and how.grid == (3 * 2, 2) and how.cluster == (2,) and how.block == (384,)
+
+
+def test_only_a_promise_that_a_launch_can_use_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch.ops.legato, "sparse_mla", lambda *given: seen.append(given[-1]))
+    q, cache, slots, counts = arguments()
+    stored = torch.zeros(3, dtype=torch.int32)
+    for wide, promise in ((slots, stored), (slots.long(), stored), (slots, stored.long()), (slots, stored.repeat(11))):
+        sm90.sparse_mla_sm90(q, cache, wide, counts, SCALE, 512, promise)
+    assert seen[0] is stored and seen[1:] == [None] * 3
 
 
 # On a GPU
@@ -231,3 +250,51 @@ def test_one_graph_serves_every_count() -> None:
         counts.copy_(counts.roll(shift))
         graph.replay()
         assert torch.equal(out, attend(q, cache, slots, counts))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [8, 12])
+@pytest.mark.parametrize("rows", [1, 6, 16, 24])
+def test_tokens_that_the_kernel_before_stores_are_not_read_too_early(
+    rows: int, heads: int, cached: torch.dtype
+) -> None:
+    """A product, the prologue and attention in one graph, eight times with caches of their own: the slots that the prologue
+    stores hold NaN before, every row sees its own token and those before, and the bits are those without the promise."""
+    draw = Draw(torch.Generator("cuda").manual_seed(rows), torch.device("cuda"))
+    _, cache, slots, counts = inputs(rows, heads, 2048, cached)
+    weight = products.pack_bf16(draw.normal(heads * 256, 2048, dtype=torch.bfloat16, scale=2048**-0.5))
+    w_uk = prologue.pack(draw.normal(heads, 192, 512, dtype=torch.bfloat16, scale=192**-0.5))
+    x, qkv = draw.normal(rows, 2048, dtype=torch.bfloat16), draw.normal(rows, 2624, dtype=torch.bfloat16)
+    stored = draw.distinct(rows, 512 * 64)
+    for row in range(rows):
+        slots[row, torch.randperm(2048, device="cuda")[: row + 1]] = stored[: row + 1]
+    counts[rows // 2 :] = 2048
+    norm = LatentNorm(1 + draw.normal(512, dtype=torch.bfloat16, scale=0.2), 1e-5)
+    places = Places(*rope_angles.reference(torch.arange(rows, device="cuda") + 9000, 8e6, 64), stored)
+    caches = [cache.clone() for _ in range(8)]
+
+    def spoil() -> None:
+        for own in caches:
+            own.view(-1, own.shape[-1])[stored.long()] = 255 if cached == torch.uint8 else torch.nan
+
+    def chain(promise: Tensor | None) -> list[Tensor]:
+        found = []
+        for own in caches:
+            q = prologue.run_shared(qkv, products.run_bf16(x, weight), w_uk, norm, places, own)
+            found.append(sm90.sparse_mla_sm90(q, own, slots, counts, SCALE, 512, promise))
+        return found
+
+    spoil()
+    expected = chain(None)
+    assert all(bool(one.isfinite().all()) for one in expected)
+    chain(stored)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(stored)
+    for _ in range(3):
+        spoil()
+        torch.cuda.synchronize()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

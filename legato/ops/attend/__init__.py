@@ -27,13 +27,24 @@ _WIDTH_BLOCK = 64
 
 
 @op
-def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, latent_dim: int) -> Tensor:
+def sparse_mla(
+    q: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    scale: float,
+    latent_dim: int,
+    stored: Tensor | None = None,
+) -> Tensor:
     """Absorbed attention: out[t, h] = sum over j of softmax_j(scale * q[t, h] . [latent_j ; rope_j]) * latent_j.
 
     q [T, H, C+R] (the query already in latent space, then its rotated rope part), cache: any latent layout, slots [T,
     S] int32, counts [T] int32, scale = (N + R)^-0.5, latent_dim = C -> [T, H, C] in q's dtype, accumulated in float32.
     Only the first counts[t] entries of a row count, and of those only slots >= 0; what lies at any other slot, NaN
     included, changes nothing. A row without tokens gives zeros. Raises ValueError for an unknown cache layout.
+    `stored` [n] int32 is a promise that changes no result: everything but q and the tokens at these slots (-1: none) was
+    complete when the op before this one was launched on the device, so that an implementation may read it while that op
+    still runs. None promises nothing.
     Source: arXiv:2405.04434 (MLA), arXiv:2512.02556 (sparse selection).
     """
     queries = float32(q)

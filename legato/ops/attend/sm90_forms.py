@@ -39,11 +39,12 @@ class Way(IntEnum):
 @dataclass(frozen=True)
 class Form:
     """One compiled form. `heads`: 8 or 16 (`sparse_mla_few.cu`), or 64 (`sparse_mla_many.cu`, always RUNNING);
-    `packed`: the cache is of the 656-byte layout."""
+    `packed`: the cache is of the 656-byte layout; `early`: tokens are fetched before the preceding kernel has ended."""
 
     heads: int
     packed: bool
     way: Way = Way.RUNNING
+    early: bool = False
 
     @property
     def few(self) -> bool:
@@ -58,7 +59,7 @@ class Form:
         """Shared memory but for the inbox of `sparse_mla_few.cu`, as the sources lay it out; they check it."""
         queries = 2 * _WIDTH * self.heads
         if not self.few:
-            return 2 * _WIDTH * UNIT + queries + 5 * 4 * self.heads + 16 + 80
+            return 2 * _WIDTH * UNIT + queries + 5 * 4 * self.heads + 16 + 80 + PARTS * self.heads * 8
         tokens = UNIT * (LATENT_BYTES if self.packed else 2 * _WIDTH)
         numbers = 12 * PARTS + 2 * 4 * 8 + 4  # of a head: weights and shares by part, by warp, of the block
         widened = 2 * UNIT * self.heads + 4 * self.heads + 8 * UNIT if self.packed else 0
@@ -76,18 +77,26 @@ class Form:
         macros: dict[str, int | str] = {"FP8": int(self.packed), "FIXED_BYTES": self.fixed_bytes}
         if not self.few:
             return Source(_FOLDER / "sparse_mla_many.cu", macros)
-        return Source(_FOLDER / "sparse_mla_few.cu", {**macros, "HEADS": self.heads, "MODE": int(self.way)})
+        macros |= {"HEADS": self.heads, "MODE": int(self.way), "EARLY": int(self.early)}
+        return Source(_FOLDER / "sparse_mla_few.cu", macros)
 
 
 FORMS = (
-    *(Form(heads, packed, way) for heads in (8, 16) for packed in (False, True) for way in Way),
+    *(
+        Form(heads, packed, way, early)
+        for heads in (8, 16)
+        for packed in (False, True)
+        for way in Way
+        for early in (False, True)
+    ),
     *(Form(64, packed) for packed in (False, True)),
 )
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A launch: the form, the thread blocks that share a row and its heads (a power of two), the shared memory of each."""
+    """A launch: the form, the thread blocks that share a row and its heads (a power of two, or three), the shared memory of
+    each."""
 
     form: Form
     blocks: int
@@ -140,4 +149,7 @@ def _quickest(groups: int, units: int, most: int, processors: int, heads: int) -
     def cost(blocks: int) -> tuple[float, int]:
         return -(-groups * blocks // processors) * (-(-units // blocks) + beside), blocks
 
-    return min((1 << power for power in range(most.bit_length())), key=cost)
+    numbers = [1 << power for power in range(most.bit_length())]
+    if heads > 16 and most >= 4:  # owners of unequal shares of the values
+        numbers.append(3)
+    return min(numbers, key=cost)

@@ -17,7 +17,10 @@
 //
 // Entries that do not count are never read: their tokens are zeros, their scores minus infinity.
 //
-// Macros: HEADS (8 or 16); FP8: the cache's layout; MODE; FIXED_BYTES: the shared memory without the inbox, as the host
+// EARLY: the host promises that all of this was complete before the preceding kernel began, but for the queries and for
+// tokens at the slots `stored`, which that kernel may be writing. A block's first unit is then fetched while it runs.
+//
+// Macros: HEADS (8 or 16); FP8: the cache's layout; MODE; EARLY; FIXED_BYTES: the shared memory without the inbox, as the host
 // counts it.
 
 #include "hopper.cuh"
@@ -85,6 +88,15 @@ struct Fetch {
       copy_async((target ^ (i % 2 * 64)) + tile * TILE_BYTES + column * COLUMN_BYTES + i * 512, source,
                  from != NOTHING);
   }
+  // All that a group of warps fetches of one of this lane's tokens.
+  __device__ __forceinline__ void token_of(int tile, int i, int group, int lane) const {
+#pragma unroll
+    for (int k = 0; k < (FP8 ? 2 : 4); ++k) piece(tile, i, group * (FP8 ? 2 : 4) + k);
+    if (group == tile) {
+      piece(tile, i, FP8 ? 4 : 8);
+      if (FP8 && lane % 8 == 0) piece(tile, i, 5);
+    }
+  }
   // One column (FP8: 128 values) of all tokens.
   __device__ __forceinline__ void column(int column) const {
 #pragma unroll
@@ -113,7 +125,12 @@ __device__ __forceinline__ void read_slots(int (&found)[8], const int *slots, in
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sparse_mla(const u8 *q, const u8 *cache, const int *slots, const int *counts, u8 *out, int heads, int width,
-               int slots_stride, int q_stride, float scale) {
+               int slots_stride, int q_stride, float scale
+#if EARLY
+               ,
+               const int *stored, int num_stored
+#endif
+    ) {
   extern __shared__ __align__(1024) u8 shared[];
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int group = warp / 4, g = lane / 4, t = lane % 4;
@@ -133,12 +150,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Where the selection is older than the preceding kernel, this brings it closer; where not, it costs nothing.
   if (threadIdx.x < 4 && int(rank * UNIT + threadIdx.x * 32) < width) prefetch(slots + rank * UNIT + threadIdx.x * 32);
   if (threadIdx.x == 4) prefetch(counts + row);
+  const int my_row = warp % 4 * 16 + lane / 8;
+#if EARLY
+  // All but the tokens that the preceding kernel may still be storing is complete: only those are fetched behind it.
+  int found[8];
+  read_slots(found, slots, rank * UNIT + my_row, width);
+  const int count = min(load_fresh(counts + row), width), own = load_fresh(stored + min(lane, num_stored - 1));
+  Fetch fetch;
+  fetch.cache = cache + lane % 8 * 16;
+  fetch.target = FP8 ? base + my_row * ROW_BYTES + lane % 8 * 16 : base + my_row * 128 + ((lane ^ my_row) & 7) * 16;
+  auto take = [&](int unit) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const bool counts_ = found[i] >= 0 && unit * UNIT + my_row + i / 4 * TILE + i % 4 * 4 < count;
+      fetch.token[i] = counts_ ? u32(found[i]) * (ROW_BYTES / 16) : NOTHING;
+    }
+  };
+  take(rank);
+  u32 late = 0;
+  for (int j = 0; j < num_stored; ++j) {
+    const int slot = __shfl_sync(~0u, own, j);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) late |= u32(found[i] == slot && fetch.token[i] != NOTHING) << i;
+  }
+  if (int(rank) * UNIT < count) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (~late >> i & 1) fetch.token_of(i / 4, i % 4, group, lane);
+  }
+#endif
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   q += size_t(row) * q_stride * 2 + first_head * 1152;
   const int own_heads = min(heads - first_head, HEADS);
-  const int my_row = warp % 4 * 16 + lane / 8;
 #if FP8
   uint4 queries[HEADS / 8][4];
 #pragma unroll
@@ -151,9 +196,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         queries[i][k] = load_fresh(reinterpret_cast<const uint4 *>(q + head * 1152 + block * 32) + k % 2);
     }
 #endif
+#if !EARLY
   int found[8];
   read_slots(found, slots, rank * UNIT + my_row, width);
   const int count = min(load_fresh(counts + row), width);
+#endif
   const int units = (count + UNIT - 1) / UNIT;
 
 #if !FP8
@@ -163,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                head < own_heads);
   }
 #endif
+#if !EARLY
   Fetch fetch;
   fetch.cache = cache + lane % 8 * 16;
   fetch.target = FP8 ? base + my_row * ROW_BYTES + lane % 8 * 16 : base + my_row * 128 + ((lane ^ my_row) & 7) * 16;
@@ -174,7 +222,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   };
   take(rank);
+#endif
   const bool works = int(rank) < units;
+#if EARLY
+  if (late) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (late >> i & 1) fetch.token_of(i / 4, i % 4, group, lane);
+  }
+  copies_commit();
+#else
   if (works) {
     if (FP8) {
       fetch.tail(group, lane), copies_commit();
@@ -186,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       fetch.tail(group, lane), copies_commit();
     }
   }
+#endif
 #if FP8
   if (works) {
     // Queries as float16 with a power of two for each head, so that nothing overflows; in each 16 values the order in
@@ -316,7 +374,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 factor[2][4];  // scales of rows g and g + 8
     float scaled[2][4];
     float parts[APART ? 4 : 1][SUMS];
-    copies_wait<2>();
+    if (EARLY && unit == int(rank))
+      copies_wait<0>();  // one group with all
+    else
+      copies_wait<2>();
     __syncthreads();
     {
       const u8 *const own = shared + group * TILE_BYTES + (warp % 4 * 16) * ROW_BYTES + SCALES_AT;
@@ -406,6 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
+      if (k == 0 && EARLY && unit == int(rank)) copies_wait<0>();  // one group with all
       if (k == 0) copies_wait<4>();
       if (k == 1) copies_wait<3>();
       if (k == 2) copies_wait<2>();

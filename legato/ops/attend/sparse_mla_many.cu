@@ -36,15 +36,15 @@ constexpr int SHARES_AT = 0;                       // [senders][HEADS]: where th
 constexpr int STAGE_AT = MOST_BLOCKS * HEADS * 4;  // there too: what goes to each block
 constexpr int Q_AT = 2 * TILE_BYTES;
 constexpr int INBOX_AT = Q_AT;                             // [senders][HEADS][values of the block] float16
-constexpr int WEIGHTS_AT = INBOX_AT + LATENT * HEADS * 2;  // (maximum, sum of weights) by sender
 constexpr int MAXIMA_AT = Q_AT + 9 * Q_COLUMN;             // of each head over each tile
 constexpr int TOTALS_AT = MAXIMA_AT + 2 * HEADS * 4;       // sums of weights of each tile
 constexpr int FACTORS_AT = TOTALS_AT + 2 * HEADS * 4;      // of each head's scores
 constexpr int COUNTED_AT = FACTORS_AT + HEADS * 4;         // a bit per token
 constexpr int BARRIERS_AT = COUNTED_AT + 16;  // full (half, half), empty (half, half) of each tile; weights, sums
-static_assert(WEIGHTS_AT + MOST_BLOCKS * HEADS * 8 <= MAXIMA_AT, "");
-static_assert(FIXED_BYTES == BARRIERS_AT + 80, "");
-static_assert(BARRIERS_AT + 80 <= 227 * 1024, "");
+constexpr int WEIGHTS_AT = BARRIERS_AT + 80;  // (maximum, sum of weights) by sender
+constexpr int GRANULE = 32;                   // values are shared out among a cluster's blocks in such steps
+static_assert(FIXED_BYTES == WEIGHTS_AT + MOST_BLOCKS * HEADS * 8, "");
+static_assert(FIXED_BYTES <= 227 * 1024, "");
 constexpr u32 NOTHING = 0xffffffffu;
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
@@ -66,6 +66,11 @@ __device__ __forceinline__ u32 pack_p(float low, float high) {
 }
 
 __device__ __forceinline__ void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The first value that a block owns.
+__device__ __forceinline__ int first_owned(int block, int blocks) {
+  return (block * (LATENT / GRANULE) + blocks - 1) / blocks * GRANULE;
+}
 
 struct Row {
   const int *slots;
@@ -451,14 +456,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
-  const int senders = min(int(blocks), units), owned = LATENT / int(blocks);  // values of each block
-  const int chunk = HEADS * owned * 2;                                        // bytes from one block to another
+  const bool even = LATENT / GRANULE % blocks == 0;  // all own as many values
+  const int own_first = even ? LATENT / int(blocks) * rank : first_owned(rank, blocks);
+  const int owned = even ? LATENT / int(blocks) : first_owned(rank + 1, blocks) - own_first;
+  const int senders = min(int(blocks), units), chunk = HEADS * owned * 2;  // bytes from one block to this one
   if (threadIdx.x == 0) barrier_expect(weights_in, senders * HEADS * 8), barrier_expect(sums_in, senders * chunk);
   if (works) {
 #pragma unroll
     for (int j = 0; j < 32; j += 4) {
-      const int value = group * 256 + j * 8, owner = value / owned;
-      u8 *const to = shared + STAGE_AT + owner * chunk + (head * owned + value % owned + t * 8) * 2;
+      const int value = group * 256 + j * 8;
+      const int owner = even ? value / owned : value / GRANULE * int(blocks) / (LATENT / GRANULE);
+      const int start = even ? owner * owned : first_owned(owner, blocks);
+      const int wide = even ? owned : first_owned(owner + 1, blocks) - start;
+      u8 *const to = shared + STAGE_AT + (HEADS * start + head * wide + value - start + t * 8) * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         u32 words[4];
@@ -466,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int k = 0; k < 4; ++k)
           words[k] = pack_f16(o[4 * (j + k) + 2 * i] * inverse[i], o[4 * (j + k) + 2 * i + 1] * inverse[i]);
         transpose_quad(words, t);
-        *reinterpret_cast<uint4 *>(to + i * 8 * owned * 2) = make_uint4(words[0], words[1], words[2], words[3]);
+        *reinterpret_cast<uint4 *>(to + i * 8 * wide * 2) = make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
     computing_barrier();
@@ -480,12 +490,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
            *reinterpret_cast<const float *>(shared + MAXIMA_AT + of * 4), totals[of] + totals[HEADS + of],
            remote(weights_in, owner));
     }
+    if (even) {
 #pragma unroll 4
-    for (int at = threadIdx.x * 16; at < HEADS * LATENT * 2; at += COMPUTING * 16) {
-      const int owner = (at / chunk + rank) % blocks, offset = at % chunk;
-      const uint4 v = *reinterpret_cast<const uint4 *>(shared + STAGE_AT + owner * chunk + offset);
-      const u32 words[4] = {v.x, v.y, v.z, v.w};
-      push_words(remote(base + INBOX_AT + rank * chunk + offset, owner), words, remote(sums_in, owner));
+      for (int at = threadIdx.x * 16; at < HEADS * LATENT * 2; at += COMPUTING * 16) {
+        const int owner = (at / chunk + rank) % blocks, offset = at % chunk;
+        const uint4 v = *reinterpret_cast<const uint4 *>(shared + STAGE_AT + owner * chunk + offset);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+        push_words(remote(base + INBOX_AT + rank * chunk + offset, owner), words, remote(sums_in, owner));
+      }
+    } else {
+      for (int step = 0; step < int(blocks); ++step) {
+        const u32 owner = (step + rank) % blocks;
+        const int start = first_owned(owner, blocks), bytes = (first_owned(owner + 1, blocks) - start) * HEADS * 2;
+        const u32 to = remote(base + INBOX_AT + rank * bytes, owner), signal = remote(sums_in, owner);
+#pragma unroll 2
+        for (int offset = threadIdx.x * 16; offset < bytes; offset += COMPUTING * 16) {
+          const uint4 v = *reinterpret_cast<const uint4 *>(shared + STAGE_AT + start * HEADS * 2 + offset);
+          const u32 words[4] = {v.x, v.y, v.z, v.w};
+          push_words(to + offset, words, signal);
+        }
+      }
     }
   }
   // Each sender's share of the row, while the sums are on their way.
@@ -531,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (of < own_heads)
       *reinterpret_cast<uint4 *>(out +
-                                 ((size_t(row) * heads + first_head + of) * LATENT + rank * owned + octet * 8) * 2) =
+                                 ((size_t(row) * heads + first_head + of) * LATENT + own_first + octet * 8) * 2) =
           make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
   }
 }

@@ -366,7 +366,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     barrier_expect(shared_address(&inbox_barrier), rows * OUTPUTS * 4);
   }
-  asm volatile("griddepcontrol.launch_dependents;");
   __syncwarp();
   if (RANKS > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
   if (lane == 0)
@@ -393,6 +392,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
 #endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  // Not before: what starts after a product may then read, ahead of its own wait, all that the product's input was made
+  // from. Successors lose nothing: they have the time of the product itself to fetch what they need.
+  asm volatile("griddepcontrol.launch_dependents;");
 
   const int num_batches = (end - begin + X_BLOCKS - 1) / X_BLOCKS;
 #if X_COPIES

@@ -38,9 +38,13 @@ __device__ __forceinline__ uint4 load_fresh(const void *pointer) {
   return v;
 }
 
+// Not through ld.global.nc: those loads the assembler moves behind the wait, whatever the source says.
 __device__ __forceinline__ uint4 load_constant(const void *pointer) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer)
+               : "memory");
   return v;
 }
 
@@ -156,6 +160,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int step = 0; step < RANKS; ++step) inboxes[step] = own->inboxes[(rank + step) % RANKS] + HEADER_BYTES;
 #endif
   asm volatile("griddepcontrol.launch_dependents;");
+  // The residual stream is older than what is added to it, and may have left the L2 since.
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v)
+    if (threadIdx.x % 8 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(residual + at + v * STEP));
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
 #if EXCHANGE

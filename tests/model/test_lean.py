@@ -25,7 +25,9 @@ SMALL = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "first_k_d
 
 def load(checkpoint: Checkpoint, drafts: DraftWeights, resident: Residency = Residency.STORED) -> GlmWeights:
     spec = stored_spec(checkpoint)
-    return load_weights(checkpoint, spec, device="cpu", dtype=torch.float32, resident=resident, again=Requantization(drafts))
+    return load_weights(
+        checkpoint, spec, device="cpu", dtype=torch.float32, resident=resident, again=Requantization(drafts)
+    )
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -28,11 +28,12 @@ def test_greedy_tokens_in_bfloat16_leave_at_near_ties_only():
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_neither_graphs_nor_overlap_change_a_token(params: SamplingParams, dtype: str):
-    served = engine(dtype=dtype)
+    # paced prompts are cut by measured times, and in bfloat16 a row's bits may depend on how many rows of prompts there are
+    served = engine(dtype=dtype, slowdown=0.0)
     graphs = run(served, PROMPTS, params)
     served.flush_cache()
     assert run(served, PROMPTS, params) == graphs, "the same seeds give the same tokens again"
-    assert run(engine(dtype=dtype, graphs=False), PROMPTS, params) == graphs
+    assert run(engine(dtype=dtype, graphs=False, slowdown=0.0), PROMPTS, params) == graphs
     if dtype == "float32":  # in bfloat16 a row's bits may depend on how many rows of prompts there are, as they do here
         assert run(engine(dtype=dtype, overlap=False), PROMPTS, params) == graphs
 

@@ -50,9 +50,9 @@ def masked_mla(
     """`sparse_mla` of rows that attend to those of a request's tokens that their masks name.
 
     q [T, H, C+R], cache: any latent layout, tokens [L] int32 (slots of the request's tokens in order), lengths [T / r] int32 (so
-    many of them count for the r = 64 / H rows of each place), masks [T / r, units, 2, r] int64 as `mark_selected` makes them, scale,
-    latent_dim = C -> [T, H, C] in q's dtype. A token that counts for a place is finite, whoever attends to it. A row without
-    tokens gives zeros. Source: as `sparse_mla`.
+    many of them count for the r = 64 / H rows of each place), masks [T / r, units, 2, r] int64 as `mark_selected` makes them,
+    scale, latent_dim = C -> [T, H, C] in q's dtype. A token that counts for a place is finite, whoever attends to it. A row
+    without tokens gives zeros. Source: as `sparse_mla`.
     """
     width = tokens.shape[0]
     bits = (masks.unsqueeze(-1) >> torch.arange(WORD, device=masks.device)) & 1  # [T / r, U, 2, r, 64]

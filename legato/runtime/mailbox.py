@@ -81,11 +81,12 @@ class MailboxError(RuntimeError):
 
 @dataclass(slots=True)
 class Letter:
-    """The lines of one iteration, there or on their way, as they were `written`; `source` keeps what is being copied until it has
-    been read."""
+    """The lines of one iteration, there or on their way. `number` is what the device must have written into them, `num_tokens`
+    the R of each line; `source` keeps what is being copied until it has been read: no device memory is held from then on."""
 
     lines: Tensor
-    written: Written
+    number: int
+    num_tokens: int
     sent: torch.cuda.Event | None
     source: Tensor | None
     found: list[Line] | None = None
@@ -111,9 +112,9 @@ class Letter:
 
     def _line(self, line: list[int]) -> Line:
         count, accepted, offered, done, live, number = line[-LETTER_EXTRA:]
-        if number != self.written.number:
-            raise MailboxError(f"letter {self.written.number} arrived as {number}")
-        split = self.written.num_tokens
+        if number != self.number:
+            raise MailboxError(f"letter {self.number} arrived as {number}")
+        split = self.num_tokens
         sampled, drafts = tuple(line[:split]), tuple(line[split:-LETTER_EXTRA])
         return Line(sampled, drafts, count, accepted, offered, bool(done), bool(live))
 
@@ -152,10 +153,10 @@ class Mailbox:
     def _send(self, place: int, written: Written) -> Letter:
         source = written.lines
         if self._device.type == "cpu":
-            return Letter(source, written, None, source)
+            return Letter(source, written.number, written.num_tokens, None, source)
         lines = self._ring[place, : source.numel()].view(source.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             lines.copy_(source, non_blocking=True)
             self._events[place].record(self._stream)
-        return Letter(lines, written, self._events[place], source)
+        return Letter(lines, written.number, written.num_tokens, self._events[place], source)

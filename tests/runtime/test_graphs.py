@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import fields, replace
 
 import pytest
@@ -144,8 +145,19 @@ def test_a_letter_on_its_way_is_polled():
             return self.looks > 3
 
     event, sent = Event(), written()
-    assert len(Letter(sent.lines, sent, event, sent.lines).read()) == 2  # type: ignore[arg-type]
+    letter = Letter(sent.lines, sent.number, sent.num_tokens, event, sent.lines)  # type: ignore[arg-type]
+    assert len(letter.read()) == 2
     assert event.looks == 4
+
+
+def test_a_letter_that_has_been_read_keeps_nothing_of_the_device():
+    sent = written()
+    letter = Letter(sent.lines.clone(), sent.number, sent.num_tokens, None, sent.lines)
+    on_device = weakref.ref(sent.lines)
+    del sent
+    assert on_device() is not None, "it may still be on its way"
+    letter.read()
+    assert on_device() is None
 
 
 def test_warming_up_leaves_no_trace(spec: ModelSpec):

@@ -38,6 +38,11 @@ class Setting:
     command: str
     date: str
 
+    @property
+    def machine(self) -> str:
+        """The GPU and its clocks, for the terminal."""
+        return f"{self.gpu or 'CPU'}{', ' + self.clocks if self.clocks else ''}"
+
     @staticmethod
     def here(device: torch.device) -> Setting:
         """The setting of this process, measuring on `device`."""

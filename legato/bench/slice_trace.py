@@ -39,15 +39,8 @@ class Recorded:
 
     def fields(self) -> dict[str, Any]:
         """As part of a line of a record."""
-        found = self.view.figures
         return {
-            "median_us": found.iteration_us,
-            "busy_us": found.busy_us,
-            "busy_percent": found.busy_percent,
-            "gap_us": found.gap_us,
-            "worst_gap_us": found.worst_gap_us,
-            "kernels": found.kernels,
-            "iterations": found.num_iterations,
+            **self.view.figures.fields(),
             "waits": dict(self.waits),
             "allocations": dict(self.allocations),
             "ops": [

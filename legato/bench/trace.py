@@ -121,6 +121,18 @@ class Figures:
     kernels: float
     busy_percent: float
 
+    def fields(self) -> dict[str, float]:
+        """As part of a line of a record."""
+        return {
+            "median_us": self.iteration_us,
+            "busy_us": self.busy_us,
+            "busy_percent": self.busy_percent,
+            "gap_us": self.gap_us,
+            "worst_gap_us": self.worst_gap_us,
+            "kernels": self.kernels,
+            "iterations": self.num_iterations,
+        }
+
 
 def figures(trace: Trace, graphs: int = 1) -> Figures:
     """Figures of a trace that holds at least two iterations of so many graph launches. Raises `ValueError` for another."""

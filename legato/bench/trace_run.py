@@ -53,7 +53,6 @@ class Recorded:
 
     def fields(self, wanted: Wanted, num_drafts: int) -> dict[str, Any]:
         """As one line of a record."""
-        found = self.figures
         return {
             "bench": "trace",
             "name": "iteration",
@@ -64,13 +63,7 @@ class Recorded:
                 "k": num_drafts,
                 "temperature": wanted.temperature,
             },
-            "median_us": found.iteration_us,
-            "busy_us": found.busy_us,
-            "busy_percent": found.busy_percent,
-            "gap_us": found.gap_us,
-            "worst_gap_us": found.worst_gap_us,
-            "kernels": found.kernels,
-            "iterations": found.num_iterations,
+            **self.figures.fields(),
             "turn_us": self.turn_us,
             "waits": self.waits,
             "allocations": self.allocations,

@@ -74,7 +74,7 @@ def bench_ablate(
     except SliceError as error:
         raise ConfigError(str(error)) from error
     console.print(_table(found), _published(found), sep="\n", soft_wrap=True, highlight=False)
-    console.print(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}", style="dim")
+    console.print(setting.machine, style="dim")
     return [{**line, **asdict(setting)} for line in lines]
 
 

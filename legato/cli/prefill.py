@@ -89,5 +89,5 @@ def _print(
     ]
     if figure.peak_bytes:
         lines.append(f"{figure.peak_bytes / 1e9:.2f} GB of device memory beyond weights and caches, at most")
-    lines.append(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}")
+    lines.append(setting.machine)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)

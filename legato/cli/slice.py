@@ -274,7 +274,7 @@ def _print(
             f"SIMULATED accept length {line['accept_length']:.2f}: {line['tokens_per_s_simulated']:.1f} tokens/s, "
             f"{line['tokens_per_s_simulated_with_exchanges']:.1f} with modelled exchanges"
         )
-    lines.append(f"{setting.gpu or 'CPU'}{', ' + setting.clocks if setting.clocks else ''}")
+    lines.append(setting.machine)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

@@ -56,17 +56,16 @@ class Glm:
     def enter(self, ids: Tensor) -> Midway:
         """Rows before the first layer; `ids` [T] int64."""
         h = embedding(ids, self.weights.embed)
-        first = [*(layer.input_norm for layer in self.weights.layers), self.weights.norm][0]
-        return Midway(h, rms_norm(h, first, self.spec.rms_eps), None, 0)
+        return Midway(h, rms_norm(h, self._norms[0], self.spec.rms_eps), None, 0)
 
     def through(self, rows: Midway, step: Step, caches: Sequence[LayerCache], stop: int) -> Midway:
         """The same rows after the layers up to `stop`, which store on the way; the rest may follow later."""
         spec, step = self.spec, planned(step)
-        next_norms = [*(layer.input_norm for layer in self.weights.layers), self.weights.norm]
+        norms = self._norms
         h, normed, selection = rows.h, rows.normed, rows.selection
         for index in range(rows.depth, stop):
             reused = selection if spec.indexer_kinds[index] == "shared" else None
-            layer, cache, next_norm = self.weights.layers[index], caches[index], next_norms[index + 1]
+            layer, cache, next_norm = self.weights.layers[index], caches[index], norms[index + 1]
             h, normed, selection = decoder_layer(
                 h, normed, layer, cache, step, reused, next_norm, spec, self.communicator
             )
@@ -76,3 +75,8 @@ class Glm:
         """[T, W] logits of post-norm hidden states, in their dtype, of the whole vocabulary on every rank."""
         shard = self.weights.lm_head.linear(hidden)
         return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]
+
+    @property
+    def _norms(self) -> list[Tensor]:
+        """What norms the rows before each layer, and behind the last."""
+        return [*(layer.input_norm for layer in self.weights.layers), self.weights.norm]

@@ -25,8 +25,8 @@ from legato.runtime.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the target said about T rows of B requests: its hidden states [T, D] after `model.norm`, the logits [B * R, W] float32
-    of the verifying rows, and the tokens [B, R] int64 that were chosen from them."""
+    """What the target said about T rows of B requests: its hidden states [T, D] after `model.norm`, the logits [B * R, W] of
+    the verifying rows, in their dtype, and the tokens [B, R] int64 that were chosen from them."""
 
     hidden: Tensor
     logits: Tensor
@@ -111,7 +111,7 @@ class Iteration:
         return self.settle(sampled, batch, rows, draw, num_drafts)
 
     def logits(self, hidden: Tensor, samplers: Samplers) -> Tensor:
-        """[B * R, W] float32 logits of the verifying rows."""
+        """[B * R, W] logits of the verifying rows, in the dtype of the hidden states."""
         return self.target.logits(hidden[samplers.row_index.reshape(-1)])
 
     def settle(self, sampled: Sampled, batch: Batch, rows: Rows, draw: Draw, num_drafts: int) -> Verified:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from legato.schedule.pace import size_class
+
 TRIALS = 6
 """Iterations with which a number of drafts is tried."""
 FORGOTTEN = 2
@@ -48,7 +50,7 @@ class Depths:
         """K for the next iteration of a batch of so many requests."""
         if len(self.choices) == 1:
             return self.choices[0]
-        size = _size(num_requests)
+        size = size_class(num_requests)
         if self._trial is None:
             self._trial = self._next_trial(size)
         if self._trial is not None:
@@ -60,7 +62,7 @@ class Depths:
 
     def best(self, num_requests: int) -> int:
         """The choice with most tokens per second, among those that have been measured for such a batch; else the middle one."""
-        size = _size(num_requests)
+        size = size_class(num_requests)
         known = [choice for choice in self.choices if (size, choice) in self._seconds]
         if not known:
             return self.choices[len(self.choices) // 2]
@@ -94,7 +96,7 @@ class Depths:
                 self._reached[position] += 1
                 self._accepted[position] += position < count
         if seconds is not None:
-            key = _size(num_requests), num_drafts
+            key = size_class(num_requests), num_drafts
             self._seconds.setdefault(key, deque(maxlen=KNOWN)).append(seconds)
 
     def _next_trial(self, size: int) -> tuple[int, int] | None:
@@ -109,7 +111,3 @@ class Depths:
         least = min(wanted, key=lambda choice: self._tried.get((size, choice), 0))
         self._tried[size, least] = self._tried.get((size, least), 0) + 1
         return least, TRIALS
-
-
-def _size(count: int) -> int:
-    return 1 << (count - 1).bit_length()

@@ -46,19 +46,19 @@ class Pace:
         """What a plan took, from the end of the one before it to its own."""
         if not self.cuts or not plan.decodes:
             return
-        key = _size(len(plan.decodes)), plan.num_drafts
+        key = size_class(len(plan.decodes)), plan.num_drafts
         if not plan.extends:
             self._decode_s[key] = _smoothed(self._decode_s.get(key), seconds)
         elif (alone := self._decode_s.get(key)) is not None:
             layers = range(self.num_layers) if plan.layers is None else plan.layers
             count = len(layers) + (TAIL_LAYERS if layers.stop == self.num_layers else 0)
-            rows = _size(sum(len(extend.tokens) for extend in plan.extends))
+            rows = size_class(sum(len(extend.tokens) for extend in plan.extends))
             self._layer_s[rows] = _smoothed(self._layer_s.get(rows), max(seconds - alone, 0.0) / count)
 
     def _affordable(self, num_rows: int, num_decoding: int, num_drafts: int) -> int:
         """Layers for which there is time."""
-        alone = self._decode_s.get((_size(num_decoding), num_drafts))
-        each = self._each(_size(num_rows))
+        alone = self._decode_s.get((size_class(num_decoding), num_drafts))
+        each = self._each(size_class(num_rows))
         if alone is None or not each:
             return max(1, self.num_layers // FIRST_SHARE)
         return max(1, int(AIM * (self.slowdown - 1) * alone / each))
@@ -71,7 +71,7 @@ class Pace:
         return self._layer_s[known]
 
 
-def _size(count: int) -> int:
+def size_class(count: int) -> int:
     """Numbers that cost about the same share an entry: the next power of two."""
     return 1 << (count - 1).bit_length()
 

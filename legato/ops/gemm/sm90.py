@@ -8,6 +8,7 @@ for as many rows as the kernel takes. Nothing here reads a value on the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -170,24 +171,28 @@ def _by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     return functional.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
 
 
-def _few(x: Tensor, packed: Tensor | None, bits: int) -> Tiling | None:
-    """The tiling by which the kernel multiplies these rows; None where it does not."""
-    if packed is None or x.dtype is not torch.bfloat16:
+def _few(x: Tensor, weight: Tensor | Kept, bits: int) -> tuple[Tiling, Tensor] | None:
+    """The tiling by which the kernel multiplies these rows, and the weight in its order; None where it does not."""
+    packed = weight.packed if isinstance(weight, Kept) else weight
+    if packed.dim() != 5 or x.dtype is not torch.bfloat16:
         return None
     cut = _cut_of(packed, bits)
-    return cut if 0 < x.shape[0] <= cut.most_rows else None
+    return (cut, packed) if 0 < x.shape[0] <= cut.most_rows else None
 
 
-def _parts(weight: Tensor | Kept) -> tuple[Tensor | None, Tensor | None]:
-    """A weight in the kernel's order and as stored; a tensor is one or the other."""
+def _as_stored(weight: Tensor | Kept, back: Callable[[Tensor], Tensor]) -> Tensor:
+    """The weight as it is stored, brought `back` where the kernel's order is all there is of it."""
     if isinstance(weight, Kept):
-        return weight.packed, weight.stored
-    return (weight, None) if weight.dim() == 5 else (None, weight)
+        return weight.stored
+    return back(weight) if weight.dim() == 5 else weight
 
 
-def _as_stored(weight: Tensor | Kept) -> Tensor:
-    packed, stored = _parts(weight)
-    return restore(packed, _cut_of(packed, 16)) if stored is None else stored
+def _bf16_as_stored(packed: Tensor) -> Tensor:
+    return restore(packed, _cut_of(packed, 16))
+
+
+def _fp8_as_stored(packed: Tensor) -> Tensor:
+    return restore(separated(packed.view(torch.uint8)), _cut_of(packed, 8)).view(torch.float8_e4m3fn)
 
 
 def _arranged(weight: Tensor) -> Tensor | None:
@@ -202,28 +207,28 @@ def pack_bf16(weight: Tensor) -> Tensor | Kept:
     return weight if packed is None else Kept(packed, weight)
 
 
-@linear_bf16.on("sm90", pack=pack_bf16)
 def run_bf16(x: Tensor, weight: Tensor | Kept, residual: Tensor | None = None) -> Tensor:
     """As many rows of bfloat16 as it is faster for: the kernel. More, and weights that `pack` left unchanged: cuBLAS. Other
     types: the reference in float32."""
-    packed, _ = _parts(weight)
-    if _is_bf16(x, residual) and (cut := _few(x, packed, 16)) is not None:
-        return multiply(Packed(cut, packed), x, residual)
-    stored = _as_stored(weight)
+    if _is_bf16(x, residual) and (few := _few(x, weight, 16)) is not None:
+        return multiply(Packed(*few), x, residual)
+    stored = _as_stored(weight, _bf16_as_stored)
     if stored.dtype is torch.bfloat16 and _is_bf16(x, residual):
         return _by_library(x, stored, residual)
     return linear_bf16.reference(x, stored, residual)
+
+
+linear_bf16.on("sm90", pack=pack_bf16)(run_bf16)  # by hand: what is called here takes what `pack` made
 
 
 @linear_bf16_normed.on("sm90", pack=pack_bf16)
 def run_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept) -> Tensor:
     """Up to 16 rows of bfloat16 with a packed weight that one block has all of K of: one launch. Otherwise `rms_norm` as bound
     and the product."""
-    packed, _ = _parts(weight)
-    cut = _few(x, packed, 16)
-    if cut is None or not norms(cut) or x.shape[0] > MOST_FUSED:
+    few = _few(x, weight, 16)
+    if few is None or not norms(few[0]) or x.shape[0] > MOST_FUSED:
         return run_bf16(rms_norm(x, norm, eps), weight)
-    return multiply_normed(Packed(cut, packed), x, norm, eps)
+    return multiply_normed(Packed(*few), x, norm, eps)
 
 
 def pack_swiglu(gate_up: Tensor) -> Tensor | Kept:
@@ -237,12 +242,9 @@ def pack_swiglu(gate_up: Tensor) -> Tensor | Kept:
 def run_swiglu(x: Tensor, gate_up: Tensor | Kept) -> Tensor:
     """As many rows of bfloat16 as it is faster for: the kernel, with the bits of two launches. Otherwise the product and `swiglu`
     as bound."""
-    packed, stored = _parts(gate_up)
-    cut = _few(x, packed, 16)
-    if cut is not None:
-        return multiply(Packed(cut, packed, gated=True), x)
-    if stored is None:
-        stored = restore_swiglu(packed, _cut_of(packed, 16))
+    if (few := _few(x, gate_up, 16)) is not None:
+        return multiply(Packed(*few, gated=True), x)
+    stored = _as_stored(gate_up, lambda packed: restore_swiglu(packed, _cut_of(packed, 16)))
     return swiglu(run_bf16(x, stored))
 
 
@@ -255,18 +257,18 @@ def pack_fp8(weight: Tensor, scale_inv: Tensor) -> tuple[Tensor | Kept, Tensor]:
     return Kept(packed, weight.contiguous()), scale_inv.to(torch.float32).contiguous()
 
 
-@linear_fp8_block.on("sm90", pack=pack_fp8)
 def run_fp8(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, residual: Tensor | None = None) -> Tensor:
     """As many rows of bfloat16 as it is faster for: the kernel, whose products are exact and whose scales multiply sums over 64
     of K. More: cuBLAS on the weight in bfloat16, for which one launch widens it. Other types: the reference in float32."""
-    packed, stored = _parts(weight)
-    if _is_bf16(x, residual) and (cut := _few(x, packed, 8)) is not None:
-        return multiply(Packed(cut, packed, scale_inv), x, residual)
-    if stored is None:
-        stored = restore(separated(packed.view(torch.uint8)), _cut_of(packed, 8)).view(torch.float8_e4m3fn)
+    if _is_bf16(x, residual) and (few := _few(x, weight, 8)) is not None:
+        return multiply(Packed(*few, scale_inv), x, residual)
+    stored = _as_stored(weight, _fp8_as_stored)
     if not _is_bf16(x, residual):
         return linear_fp8_block.reference(x, stored, scale_inv, residual)
     return _by_library(x, widened(stored, scale_inv), residual)
+
+
+linear_fp8_block.on("sm90", pack=pack_fp8)(run_fp8)
 
 
 def widened(weight: Tensor, scale_inv: Tensor) -> Tensor:
@@ -281,31 +283,28 @@ def widened(weight: Tensor, scale_inv: Tensor) -> Tensor:
 @linear_fp8_block_normed.on("sm90", pack=pack_fp8)
 def run_fp8_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept, scale_inv: Tensor) -> Tensor:
     """As `run_normed`, with a weight of e4m3."""
-    packed, _ = _parts(weight)
-    cut = _few(x, packed, 8)
-    if cut is None or not norms(cut) or x.shape[0] > MOST_FUSED:
+    few = _few(x, weight, 8)
+    if few is None or not norms(few[0]) or x.shape[0] > MOST_FUSED:
         return run_fp8(rms_norm(x, norm, eps), weight, scale_inv)
-    return multiply_normed(Packed(cut, packed, scale_inv), x, norm, eps)
+    return multiply_normed(Packed(*few, scale_inv), x, norm, eps)
 
 
 @linear_bf16_best.on("sm90", pack=pack_bf16)
 def run_bf16_best(x: Tensor, weight: Tensor | Kept, first: int, width: int) -> tuple[Tensor, Tensor]:
     """Up to 16 rows of bfloat16 with a packed weight: one launch that writes no logits. Otherwise the best of the product."""
-    packed, _ = _parts(weight)
-    cut = _few(x, packed, 16)
-    if cut is None or x.shape[0] > MOST_FUSED:
+    few = _few(x, weight, 16)
+    if few is None or x.shape[0] > MOST_FUSED:
         return best_of(run_bf16(x, weight), first, width)
-    return multiply_best(Packed(cut, packed), x, first, width)
+    return multiply_best(Packed(*few), x, first, width)
 
 
 @linear_fp8_block_best.on("sm90", pack=pack_fp8)
 def run_fp8_best(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     """As `run_bf16_best`, with a weight of e4m3."""
-    packed, _ = _parts(weight)
-    cut = _few(x, packed, 8)
-    if cut is None or x.shape[0] > MOST_FUSED:
+    few = _few(x, weight, 8)
+    if few is None or x.shape[0] > MOST_FUSED:
         return best_of(run_fp8(x, weight, scale_inv), first, width)
-    return multiply_best(Packed(cut, packed, scale_inv), x, first, width)
+    return multiply_best(Packed(*few, scale_inv), x, first, width)
 
 
 def pack_draft(weight: Tensor) -> Tensor:
@@ -317,4 +316,6 @@ def pack_draft(weight: Tensor) -> Tensor:
 @linear_draft.on("sm90", pack=pack_draft)
 def run_draft(x: Tensor, weight: Tensor) -> Tensor:
     """As `run_bf16`; in float32 the reference."""
-    return run_bf16(x, weight) if x.dtype is torch.bfloat16 else linear_draft.reference(x, _as_stored(weight))
+    if x.dtype is torch.bfloat16:
+        return run_bf16(x, weight)
+    return linear_draft.reference(x, _as_stored(weight, _bf16_as_stored))

@@ -18,6 +18,7 @@ from legato.ops.build import Kernel, Launch, Source
 from legato.ops.cache.layout import INDEX_WIDTH, check_index_cache, check_latent_cache
 from legato.ops.gemm import sm90 as gemm
 from legato.ops.gemm.sm90_heads import MOST_ROWS, arrange, group_rows, restore
+from legato.ops.gemm.sm90_packing import Kept
 from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_bf16, prologue_full, prologue_shared
 
 #: As in `sm90.cu`: the rope part of a head, the warps of a block, the outputs of a warp.
@@ -104,7 +105,7 @@ def run_full(
     return _launch(qkv, q, w_uk, norm, places, cache, rank, index_heads, indexer), index_q, gates
 
 
-def pack_chain(qkv_weight: Tensor, q_weight: Tensor, w_uk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pack_chain(qkv_weight: Tensor, q_weight: Tensor, w_uk: Tensor) -> tuple[Tensor | Kept, Tensor | Kept, Tensor]:
     """The weights of `prologue_bf16` as the three launches want them."""
     return gemm.pack_bf16(qkv_weight), gemm.pack_bf16(q_weight), pack(w_uk)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.gemm import sm90, sm90_heads
+from legato.ops.gemm.sm90_packing import Kept
 from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_bf16
 
 _SOURCE = Source(Path(__file__).with_name("sm90_unfused.cu"))
@@ -35,7 +36,9 @@ def _step(name: str, items: int, *arguments: object) -> None:
     kernel(name)(Launch(grid=(-(-items // _WARPS),), block=(32 * _WARPS,)), *arguments)
 
 
-def pack(qkv_weight: Tensor, q_weight: Tensor, w_uk: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+def pack(
+    qkv_weight: Tensor, q_weight: Tensor, w_uk: Tensor
+) -> tuple[tuple[Tensor | Kept, ...], tuple[Tensor | Kept, ...], Tensor]:
     """Each matrix by itself: (q_a with kv_a, wk, weights_proj), (q_b, wq_b), w_uk; the indexer's only where there is one."""
     heads, nope, _ = w_uk.shape
     own = heads * (nope + _ROPE)

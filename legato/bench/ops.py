@@ -7,6 +7,7 @@ no op by name: cases say what to run and what it must move. Called by `legato be
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from legato.bench.record import floor_us
-from legato.bench.timing import Spread, calls_to_rotate, count_launches, is_cold, time_calls, time_isolated
+from legato.bench.timing import COLD_FACTOR, Spread, calls_to_rotate, count_launches, is_cold, time_calls, time_isolated
 from legato.ops.case import Case
 from legato.ops.catalog import FOLDERS, cases
 from legato.ops.op import REFERENCE, Implementation, implemented
@@ -161,12 +162,27 @@ def _rotated(
     wrote them."""
     arguments = case.packed(implementation, case.inputs(device))
     copied = case.weights or case.cold or range(len(arguments))
+    wanted = min(num_calls, _copies_that_fit(case, [arguments[index] for index in copied], device))
 
-    def call() -> Callable[[], object]:
-        own = tuple(_copy(value) if index in copied else value for index, value in enumerate(arguments))
-        return lambda: implementation.run(*own)
+    def own() -> tuple[Any, ...]:
+        return tuple(_copy(value) if index in copied else value for index, value in enumerate(arguments))
 
-    return [call() for _ in range(num_calls)]
+    def call(owned: tuple[Any, ...]) -> Callable[[], object]:
+        return lambda: implementation.run(*owned)
+
+    sets = [own() for _ in range(wanted)]
+    return [call(sets[number % wanted]) for number in range(num_calls)]
+
+
+def _copies_that_fit(case: Case, values: Sequence[Any], device: torch.device) -> int:
+    """How many copies half of the free memory holds, but never so few that what a call reads is still in the L2 when its turn
+    comes again."""
+    if device.type != "cuda":
+        return 1
+    size = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    free = torch.cuda.mem_get_info(device)[0] // 2
+    cold = math.ceil(COLD_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size / max(case.bytes, 1))
+    return max(cold, free // max(size, 1), 1)
 
 
 def _copy(value: Any) -> Any:

@@ -271,14 +271,17 @@ def _moe_case(
     )
 
 
-def _production_case(moe: Op[..., Tensor], rows: int, distinct: int, sizes: tuple[int, int, int]) -> Case:
-    """bfloat16 rows that choose 8 experts each, `distinct` between them, and a dense shared expert as wide as the others.
-    `sizes` = (E, F, D)."""
+def _production_case(
+    moe: Op[..., Tensor], rows: int, distinct: int, sizes: tuple[int, int, int], everyones: int = 0
+) -> Case:
+    """bfloat16 rows that choose 8 experts each, `distinct` between them, of which every row chooses the first `everyones`; and
+    a dense shared expert as wide as the others. `sizes` = (E, F, D)."""
     experts, width, hidden = sizes
 
     def make(draw: Draw) -> tuple[Any, ...]:
-        pairs = torch.arange(rows * 8, device=draw.device) % distinct
-        ids = draw.distinct(experts, experts)[pairs].view(rows, 8)
+        own = torch.arange(rows * (8 - everyones), device=draw.device) % (distinct - everyones) + everyones
+        every = torch.arange(everyones, device=draw.device).expand(rows, everyones)
+        ids = draw.distinct(experts, experts)[torch.cat((every, own.view(rows, -1)), dim=1)]
         x, weights = draw.normal(rows, hidden, dtype=torch.bfloat16), draw.uniform(rows, 8, low=0.1, high=1.0)
         shared = (
             draw.normal(2 * width, hidden, dtype=torch.bfloat16, scale=hidden**-0.5),
@@ -289,7 +292,8 @@ def _production_case(moe: Op[..., Tensor], rows: int, distinct: int, sizes: tupl
     stored = _weights_of(moe)
     return Case(
         moe,
-        f"{moe.name} rows={rows} distinct={distinct} experts={experts} f={width} d={hidden} shared",
+        f"{moe.name} rows={rows} distinct={distinct} experts={experts} f={width} d={hidden}"
+        f"{f' everyones={everyones}' if everyones else ''} shared",
         make,
         # Sums are around 5, and their inner rows are rounded: an error of half a percent of that.
         Tolerance(2.0**-7, 2.0**-3),
@@ -348,4 +352,7 @@ CASES = (
     _production_case(moe_nvfp4, 512, 32, (32, 2048, 6144)),
     # At full width, with fewer experts: only the chosen ones count.
     *(_production_case(moe_nvfp4, *routing, (128, 2048, 6144)) for routing in ((1, 8), (6, 44), (16, 100))),
+    _production_case(moe_nvfp4, 64, 223, (224, 2048, 6144)),
+    # One expert with every row, beside as many others as rows can name.
+    *(_production_case(moe_nvfp4, *routing, _RANK_OF_8, 1) for routing in ((6, 43), (16, 100), (64, 223))),
 )

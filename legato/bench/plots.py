@@ -159,8 +159,7 @@ def share_by_context(lines: Sequence[Line]) -> Figure:
         "tokens/s of one user, SIMULATED (dotted: exchanges modelled)",
     ]
     for axis, title in zip(axes, titles, strict=False):
-        axis.set_xscale("log", base=2)
-        axis.set(xlabel="tokens of context")
+        _context_axis(axis)
         axis.set_ylim(bottom=0)
         axis.set_title(title, loc="left", fontsize=10)
     axes[0].legend(fontsize=8)

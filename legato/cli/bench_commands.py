@@ -12,6 +12,7 @@ import typer
 
 from legato.cli import options, share_commands
 from legato.cli.flags import EngineFlags
+from legato.config import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measures Legato, or any server.")
 
@@ -212,14 +213,31 @@ def bench_pareto(
     model: options.Model = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
+    dims: share_commands.Dims = None,
+    tp: share_commands.Ranks = None,
+    layers: share_commands.Layers = None,
+    format: share_commands.Format = "nvfp4",
+    context: Annotated[str, typer.Option(help="With --tp: tokens that each request holds.")] = "8K",
+    distinct_experts: share_commands.Experts = None,
+    accept_length: share_commands.AcceptLength = None,
     json: Annotated[Path, typer.Option(help="JSON lines are appended here.")] = Path("bench-pareto.jsonl"),
     plot: Plot = None,
 ) -> None:
     """Tokens/s of one user against tokens/s of all, over drafts and users, beside what memory would allow.
 
-    Exit code 1 if a request failed.
+    With --tp it is one rank's share without a server: tokens/s are simulated. Exit code 1 if a request failed.
     """
     pictures = share_commands.pictures_for(plot)
+    if _is_of_share(tp, dims, model, distinct_experts, accept_length):
+        if url or threads is not None:
+            raise ConfigError("--url and --threads do not go with --tp: a share has no server")
+        share = share_commands.Sweep(
+            model, dims, tp or "8", layers, format, distinct_experts, accept_length, device, "auto", []
+        )
+        found = share.run(context, concurrency, drafts, json)
+        if pictures is not None and plot is not None:
+            pictures.share(found, plot)
+        return
     from legato.bench.load.arrivals import ClosedLoop
     from legato.bench.load.endpoint import Endpoint
     from legato.bench.load.prompts import Source
@@ -247,7 +265,12 @@ def bench_pareto(
 
 @app.command("isl")
 def bench_isl(
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt; 1K is 1024.")] = "128,512,1K,2K,4K",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of the prompt; 1K is 1024.", show_default="128,512,1K,2K,4K; with --tp 1K,2K,4K,...,1M"
+        ),
+    ] = None,
     output_tokens: Annotated[int, typer.Option(help="Tokens generated at each length.")] = 64,
     model: options.Model = None,
     num_drafts: options.NumDrafts = None,
@@ -257,11 +280,30 @@ def bench_isl(
     index: options.Index = "auto",
     threads: options.Threads = None,
     op: options.Ops = None,
+    dims: share_commands.Dims = None,
+    tp: share_commands.Ranks = None,
+    layers: share_commands.Layers = None,
+    format: share_commands.Format = "nvfp4",
+    distinct_experts: share_commands.Experts = None,
+    accept_length: share_commands.AcceptLength = None,
     json: Annotated[Path, typer.Option(help="JSON lines are appended here.")] = Path("bench-isl.jsonl"),
     plot: Plot = None,
 ) -> None:
-    """Iteration time, accept length and tokens/s over the length of the prompt, for one user."""
+    """Iteration time, accept length and tokens/s over the length of the prompt, for one user.
+
+    With --tp it is one rank's share, whose contexts are written and not prefilled: tokens/s are simulated.
+    """
     pictures = share_commands.pictures_for(plot)
+    if _is_of_share(tp, dims, model, distinct_experts, accept_length):
+        if context is not None or threads is not None or index != "auto":
+            raise ConfigError("--context, --threads and --index do not go with --tp: give --lengths")
+        share = share_commands.Sweep(
+            model, dims, tp or "8", layers, format, distinct_experts, accept_length, device, latent, op or []
+        )
+        found = share.run(lengths or SHARE_LENGTHS, "1", str(5 if num_drafts is None else num_drafts), json)
+        if pictures is not None and plot is not None:
+            pictures.share(found, plot)
+        return
     from legato.cli.figures import bench_isl as run
     from legato.cli.flags import numbers
 
@@ -276,9 +318,26 @@ def bench_isl(
         op=op,
     )
     config = engine.engine()
-    found = run(config, numbers("--lengths", lengths), output_tokens, json)
+    found = run(config, numbers("--lengths", lengths or "128,512,1K,2K,4K"), output_tokens, json)
     if pictures is not None and plot is not None:
         pictures.isl(found, plot)
+
+
+SHARE_LENGTHS = "1K,2K,4K,8K,16K,32K,64K,128K,256K,512K,1M"
+"""At which a share is measured."""
+
+
+def _is_of_share(
+    tp: str | None, dims: str | None, model: str | None, experts: str | None, accept_length: float | None
+) -> bool:
+    """Whether a sweep runs on one rank's share. Raises ConfigError for flags of one that name none."""
+    if tp is not None and dims is None and model is None:
+        raise ConfigError("--tp: name a published shape with --dims, or a checkpoint with --model")
+    if tp is None and dims is None and (experts is not None or accept_length is not None):
+        raise ConfigError(
+            "--distinct-experts and --simulate-accept-length are of one rank's share: give --tp, and --dims"
+        )
+    return tp is not None or dims is not None
 
 
 @app.command("timeline")

@@ -226,10 +226,11 @@ def overrides(given: list[str]) -> dict[str, str]:
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
-    """`1,2,4` as numbers; K's of 1024 as `1K`. Raises ConfigError with the option's name."""
+    """`1,2,4` as numbers; K's of 1024 as `1K`, and 1024 of these as `1M`. Raises ConfigError with the option's name."""
+    units = {"K": 1 << 10, "M": 1 << 20}
     try:
         return tuple(
-            1024 * int(part[:-1]) if part[-1:].upper() == "K" else int(part)
+            units[part[-1].upper()] * int(part[:-1]) if part[-1].upper() in units else int(part)
             for part in (piece.strip() for piece in text.split(",")) if part
         )  # fmt: skip
     except ValueError as error:

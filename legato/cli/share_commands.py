@@ -1,14 +1,15 @@
 """The subcommands of `legato bench` over one rank's share of a model: their flags and help.
 
-Imports what a subcommand needs when it runs, as `legato.cli.bench_commands` does, which puts these among its own.
+Imports what a subcommand needs when it runs, as `legato.cli.bench_commands` does, which puts these among its own, and gives its
+sweeps over lengths and users to a share where one is asked for.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,7 +40,24 @@ Experts = Annotated[
         show_default=False,
     ),
 ]
+AcceptLength = Annotated[
+    float | None,
+    typer.Option(
+        "--simulate-accept-length",
+        show_default=False,
+        help="Print tokens per second for so many tokens per iteration, as simulated. Of several numbers of drafts it is "
+        "that of the largest; for fewer, drafts are taken to be accepted with equal chances.",
+    ),
+]
 Iterations = Annotated[int, typer.Option(help="Iterations that are timed.")]
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        "--tp",
+        help="Of one rank's share in place of an engine (as bench slice): ranks that share the model, as 8 or 8,4.",
+        show_default=False,
+    ),
+]
 Json = Annotated[
     Path | None, typer.Option(help="Append each figure as a JSON object to this file.", show_default=False)
 ]
@@ -54,6 +72,9 @@ TraceIterations = Annotated[int, typer.Option(help="Iterations that are recorded
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf (needs matplotlib).", show_default=False)
 ]
+
+SWEPT_ITERATIONS = 20
+"""Timed at each point of a sweep."""
 
 
 def bench_slice(
@@ -71,15 +92,7 @@ def bench_slice(
     ] = "5",
     batch: Annotated[str, typer.Option(help="Requests: one number or several, as 1,4.")] = "1",
     distinct_experts: Experts = None,
-    accept_length: Annotated[
-        float | None,
-        typer.Option(
-            "--simulate-accept-length",
-            show_default=False,
-            help="Print tokens per second for so many tokens per iteration, as simulated. Of several numbers of drafts it is "
-            "that of the largest; for fewer, drafts are taken to be accepted with equal chances.",
-        ),
-    ] = None,
+    accept_length: AcceptLength = None,
     iterations: Iterations = 50,
     prefill: Annotated[
         str | None,
@@ -176,6 +189,51 @@ def bench_ablate(
     found = run(asked, work, decisions, numbers("--contexts", contexts), shown)
     if pictures is not None and plot is not None:
         pictures.ablate(found, plot)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A share on which a sweep runs, by the flags of `bench isl` and `bench pareto`: a checkpoint's `model`, or a published shape
+    `dims`, `layers` of it, with weights drawn in `format`."""
+
+    model: str | None
+    dims: str | None
+    ranks: str
+    layers: int | None
+    format: str
+    experts: str | None
+    accept_length: float | None
+    device: str
+    latent: str
+    ops: list[str]
+
+    def run(self, contexts: str, batches: str, drafts: str, path: Path) -> list[dict[str, Any]]:
+        """Every combination, for one number of ranks after the other; the lines, which are in the file by then.
+
+        Raises:
+            ConfigError, SpecError, CheckpointError: for what cannot be measured; what was measured before is in the file.
+        """
+        from legato.bench.steady import Work
+        from legato.cli.flags import numbers, overrides
+        from legato.cli.slice import Asked, Shown, by_ranks, works
+
+        asked = Asked(
+            self.model,
+            self.dims,
+            1,
+            0,
+            self.layers,
+            False,
+            self.format,
+            "stored",
+            "stored",
+            self.device,
+            self.accept_length,
+        )
+        experts = [None] if self.experts is None else numbers("--distinct-experts", self.experts)
+        one = Work(1, 1, 0, SWEPT_ITERATIONS, None, self.latent, overrides(self.ops))
+        listed = works(numbers("--context", contexts), numbers("--batch", batches), experts, numbers("-k", drafts), one)
+        return by_ranks(asked, numbers("--tp", self.ranks), [*listed], Shown(0, path, None, 0))
 
 
 def pictures_for(plot: Path | None) -> ModuleType | None:

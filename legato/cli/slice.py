@@ -5,6 +5,7 @@ Owns the combination of flags and what the terminal shows. Called by `legato.cli
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -89,8 +90,8 @@ def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict
         raise ConfigError("--context, --batch, --num-drafts and --distinct-experts need a number each")
     check(asked, listed)
     console, device = Console(), device_named(asked.device)
-    if shown.trace is not None and (len(listed) > 1 or device.type != "cuda"):
-        raise ConfigError("--trace records one piece of work on a GPU: give one number each, and --device cuda")
+    if shown.trace is not None and device.type != "cuda":
+        raise ConfigError("--trace records a GPU: use --device cuda")
     try:
         # First of all: what is bound packs the weights as they are made.
         bound = bind(targets_of(str(device)), dict(listed[0].ops))
@@ -98,7 +99,30 @@ def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict
         raise ConfigError(f"--op: {error}") from error
     share = share_of(asked, listed, device)
     most = max(work.num_drafts for work in listed)
-    return [_measure(console, asked, share, work, bound, shown, most) for work in listed]
+    lines: list[dict[str, Any]] = []
+    recorded: list[slice_trace.Recorded] = []
+    for work in listed:
+        lines.append(_measure(console, asked, share, work, bound, shown, most))
+        if shown.trace is not None:
+            recorded.append(_trace(console, asked, share, work, shown, "" if len(listed) == 1 else _words(work)))
+            # Each time anew: what was recorded stays if a later one fails.
+            title = f"{share.spec.name}, {share.spec.num_layers} layers, rank of {share.communicator.mesh.size}"
+            title += f": {_words(work)}" if len(listed) == 1 else ""
+            slice_trace.write(shown.trace, title, conditions_of(Setting.here(device)), recorded)
+    return lines
+
+
+def by_ranks(asked: Asked, ranks: Sequence[int], listed: Sequence[Work], shown: Shown) -> list[dict[str, Any]]:
+    """The same for one number of ranks after the other, of which one share is held at a time."""
+    if not ranks:
+        raise ConfigError("--tp needs a number")
+    lines: list[dict[str, Any]] = []
+    for size in ranks:
+        lines += bench_slice(replace(asked, tp=size), listed, shown)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return lines
 
 
 def check(asked: Asked, listed: Sequence[Work]) -> None:
@@ -131,26 +155,31 @@ def _measure(
     _print(console, asked, share, work, figure, line, setting)
     if shown.kernels and figure.kernels:
         console.print(kernel_table(figure.kernels, shown.kernels))
-    lines = [line]
-    if shown.trace is not None:
-        lines.append(_trace(console, asked, share, work, shown, setting))
     if shown.path is not None:
-        append(shown.path, lines, setting)
+        append(shown.path, [line], setting)
     return {**line, **asdict(setting)}
 
 
-def _trace(console: Console, asked: Asked, share: Share, work: Work, shown: Shown, setting: Setting) -> dict[str, Any]:
-    """Records the steady state, writes its files, prints the figures and the ops; returns the line of the record."""
+def _trace(console: Console, asked: Asked, share: Share, work: Work, shown: Shown, name: str) -> slice_trace.Recorded:
+    """Records the steady state, prints the figures and the ops, and appends the line of the record."""
     assert shown.trace is not None
-    standing = steady(share, work, share.weights.embed.device, extra_iterations=shown.trace_iterations)
-    found = slice_trace.record("", standing, shown.trace_iterations, slice_trace.attribute(standing, share))
-    title = (
-        f"{share.spec.name}, {share.spec.num_layers} layers, rank of {share.communicator.mesh.size}: {work.batch} requests of "
-        f"{work.context:,} tokens, K = {work.num_drafts}"
-    )
-    slice_trace.write(shown.trace, title, conditions_of(setting), [found])
+    device = share.weights.embed.device
+    if is_drawn(asked):
+        share = routed(share, work.distinct_experts, work.num_drafts + 1)
+    standing = steady(share, work, device, extra_iterations=shown.trace_iterations)
+    found = slice_trace.record(name, standing, shown.trace_iterations, slice_trace.attribute(standing, share))
     print_trace(console, found, shown.trace)
-    return {**trace_case(share, work, asked), "implementation": "one graph", **found.fields()}
+    if shown.path is not None:
+        line = {**trace_case(share, work, asked), "implementation": "one graph", **found.fields()}
+        append(shown.path, [line], Setting.here(device))
+    return found
+
+
+def _words(work: Work) -> str:
+    """What is recorded, in words."""
+    experts = "" if work.distinct_experts is None else f", {work.distinct_experts:g} experts"
+    requests = "1 request" if work.batch == 1 else f"{work.batch} requests"
+    return f"{requests} of {work.context:,} tokens, K = {work.num_drafts}{experts}"
 
 
 def trace_case(share: Share, work: Work, asked: Asked) -> dict[str, Any]:
@@ -251,8 +280,8 @@ def _print(
 ) -> None:
     spec, mesh, spread = share.spec, share.communicator.mesh, figure.spread
     lines = [
-        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}; {work.batch} requests of {work.context:,} "
-        f"tokens (written, not prefilled), K = {work.num_drafts}, {asked.drafts} draft weights, dense weights "
+        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}; {_words(work)} "
+        f"(contexts written, not prefilled), {asked.drafts} draft weights, dense weights "
         f"{'as stored' if asked.dense == 'stored' else 'in FP8'}",
         f"iteration {spread.median_us / 1e3:.3f} ms (p20 {spread.p20_us / 1e3:.3f}, p80 {spread.p80_us / 1e3:.3f}; "
         f"{figure.how}, {work.iterations} iterations), {figure.host_us:.0f} us of host time to launch one",

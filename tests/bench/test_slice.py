@@ -17,7 +17,8 @@ from legato.bench.share import drawn, first_layers, routed
 from legato.bench.slice import fields, measure, simulated
 from legato.bench.steady import SliceError, Work
 from legato.bench.trace import Span
-from legato.cli.slice import Asked, Shown, bench_slice
+from legato.cli.share_commands import Sweep
+from legato.cli.slice import Asked, Shown, bench_slice, by_ranks
 from legato.config import ConfigError
 from legato.model.checkpoint import Checkpoint
 from legato.model.convert import Target
@@ -128,3 +129,19 @@ def test_numbers_that_are_none_are_no_measurement(tiny: ModelSpec) -> None:
     share.weights.norm[0] = torch.nan
     with pytest.raises(SliceError, match="not finite"):
         measure(share, replace(WORK, num_drafts=0, iterations=1), CPU, bind(()))
+
+
+def test_a_sweep_measures_one_number_of_ranks_after_the_other(tmp_path: Path) -> None:
+    model = str(tiny_checkpoint(tmp_path / "model", "nvfp4", index_head_dim=128))
+    asked = Asked(model, None, 1, 0, None, False, "nvfp4", "stored", "stored", "cpu", 2.0)
+    listed = [replace(WORK, batch=1, iterations=1)]
+    found = by_ranks(asked, (2, 1), listed, Shown(0, tmp_path / "isl.jsonl", None, 0))
+    assert [(line["case"]["tp"], line["context"]) for line in found] == [(2, 70), (1, 70)]
+    assert all(line["tokens_per_s_simulated"] > 0 and line["accept_length_simulated"] for line in found)
+    assert len((tmp_path / "isl.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_sweep_without_ranks_is_refused(tmp_path: Path) -> None:
+    sweep = Sweep(None, "glm-5.2", " ", None, "nvfp4", None, None, "cpu", "auto", [])
+    with pytest.raises(ConfigError, match="--tp needs a number"):
+        sweep.run("1K", "1", "5", tmp_path / "isl.jsonl")

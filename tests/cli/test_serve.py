@@ -7,8 +7,10 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -35,6 +37,7 @@ class Served:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.out, self.err = folder / "stdout", folder / "stderr"
         self.url = f"http://127.0.0.1:{free_port()}"
+        self.tls: ssl.SSLContext | None = None
         self.while_loading: dict[int, Any] = {}
         port = self.url.rpartition(":")[2]
         command = [sys.executable, "-m", "legato", "serve", "--port", port, "--threads", "1", *flags]
@@ -42,6 +45,11 @@ class Served:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=err, env={**os.environ, "OMP_NUM_THREADS": "1", "LEGATO_API_KEY": ""}
             )
+
+    def trust(self, certificate: Path) -> None:
+        """It speaks TLS, and this is its certificate."""
+        self.url = self.url.replace("http:", "https:")
+        self.tls = ssl.create_default_context(cafile=str(certificate))
 
     def wait_ready(self) -> None:
         """Until the ready line; what /health says meanwhile is kept by status."""
@@ -59,7 +67,8 @@ class Served:
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         data = None if body is None else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
+            request = urllib.request.Request(self.url + path, data, headers)
+            with urllib.request.urlopen(request, timeout=60, context=self.tls) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -288,6 +297,36 @@ def test_a_dead_engine_ends_the_server_with_its_cause(tmp_path: Path) -> None:
         assert server.process.wait(60) == 1
         last = server.err.read_text().splitlines()[-1]
         assert last.startswith("legato: the engine failed: ") and "SIGKILL" in last, last
+    finally:
+        server.kill()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make a certificate")
+def test_tls_several_keys_and_named_origins(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*made, *names], check=True, capture_output=True)
+    (tmp_path / "keys").write_text("second\n")
+    flags = ["--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--cors-origin", "https://a.example"]
+    server = Served(tmp_path, *flags, "--api-key", KEY, "--api-key-file", str(tmp_path / "keys"))
+    server.trust(cert)
+    try:
+        server.wait_ready()
+        assert server.out.read_text().rstrip().endswith(server.url)
+        statuses = [server.ask("/v1/models", key=known)[0] for known in (KEY, "second", "third", None)]
+        assert statuses == [200, 200, 401, 401]
+        assert server.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2}, "second")[0] == 200
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            request = urllib.request.Request(server.url + "/v1/models", headers={**asked, "x-api-key": KEY})
+            with urllib.request.urlopen(request, timeout=60, context=server.tls) as answer:
+                assert answer.headers.get("access-control-allow-origin") == allowed
+        with pytest.raises((urllib.error.URLError, ConnectionError)):  # not TLS
+            urllib.request.urlopen(server.url.replace("https", "http") + "/health", timeout=60)
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(server.url + "/health", timeout=60)
+        assert server.end() == 0
     finally:
         server.kill()
 

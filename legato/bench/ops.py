@@ -105,8 +105,8 @@ def chosen(folders: Sequence[str], pattern: str, device: torch.device) -> list[C
 def measure(listed: Sequence[Case], wish: str, device: torch.device) -> Iterator[Figure]:
     """Times cases one by one, as the iterator is read.
 
-    `wish`: an implementation's name, "best" (the first of `TARGETS`, else the reference) or "all". Raises BenchError
-    where no listed case has the implementation.
+    `wish`: implementations' names with commas between them, "best" (the first of `TARGETS`, else the reference) or "all".
+    Raises BenchError where no listed case has any of the implementations.
     """
     pairs = [(case, implementation) for case in listed for implementation in _implementations(case, wish, device)]
     if not pairs:
@@ -149,9 +149,10 @@ def _implementations(case: Case, wish: str, device: torch.device) -> list[Implem
         return list(there.values())
     if wish == BEST:
         return [there[next((target for target in TARGETS if target in there), REFERENCE)]]
-    if wish not in there:
-        implemented(wish)
-    return [there[wish]] if wish in there else []
+    for name in (names := wish.split(",")):
+        if name not in there:
+            implemented(name)
+    return [there[name] for name in names if name in there]
 
 
 def _rotated(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from legato.bench.lines import Line
@@ -286,6 +287,56 @@ def ops(lines: Sequence[Line]) -> Figure:
     axis.set(xlabel=f"% of roofline ({', '.join(targets)})")
     axis.grid(axis="y", visible=False)
     return figure
+
+
+def speed_up(lines: Sequence[Line]) -> Figure:
+    """How many times as fast as each other implementation the first one is, over the rows of a case: a curve per shape that was
+    measured at more than three numbers of rows, points for the others, and the geometric mean of all in black."""
+    figure, axes = _new(2, height=4.6)
+    first = lines[0]["implementation"] if lines else ""
+    for axis, key, title in zip(
+        axes, ("median_us", "isolated_us"), ("one call after the other", "between other kernels"), strict=True
+    ):
+        found = _ratios(lines, first, key)
+        colours = iter(_cycle())
+        for name, points in found.items():
+            x, y = zip(*sorted(points.items()))
+            if len(points) > 3:
+                axis.plot(x, y, "o-", color=next(colours), markersize=4, label=name)
+            else:
+                axis.plot(x, y, ".", color="#b0b0b0", markersize=4)
+        rows = sorted({count for points in found.values() for count in points})
+        means = [geometric_mean([points[count] for points in found.values() if count in points]) for count in rows]
+        axis.plot(rows, means, "D", color="black", markersize=5, label="geometric mean of all")
+        for count, mean in zip(rows, means, strict=True):
+            axis.annotate(
+                f"{mean:.2f}", (count, mean), xytext=(0, 7), textcoords="offset points", fontsize=7, ha="center"
+            )
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(rows, [str(count) for count in rows], fontsize=7)
+        axis.minorticks_off()
+        axis.set(xlabel="rows", ylabel=f"times as fast, {first}", ylim=(0, None))
+        axis.set_title(title, loc="left", fontsize=10)
+    if axes[0].lines:
+        axes[0].legend(fontsize=7)
+    return figure
+
+
+def _ratios(lines: Sequence[Line], first: str, key: str) -> dict[str, dict[int, float]]:
+    """Per op, shape and other implementation, by rows: its time over the first one's; right results only."""
+    times: dict[tuple[str, int, str], float] = {}
+    for line in lines:
+        case = dict(line["case"])
+        if line.get("correct") and line.get(key) and "rows" in case:
+            rows = case.pop("rows")
+            times[f"{line['name']} {_words(case)}", rows, line["implementation"]] = line[key]
+    found: dict[str, dict[int, float]] = {}
+    for (name, rows, implementation), time in times.items():
+        ours = times.get((name, rows, first))
+        if implementation != first and ours is not None:
+            found.setdefault(f"{name} / {implementation}", {})[rows] = time / ours
+    return found
 
 
 def timeline(series: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Figure:

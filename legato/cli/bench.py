@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -34,8 +35,10 @@ def device_named(name: str) -> torch.device:
     return device
 
 
-def bench_ops(folders: Sequence[str], implementation: str, pattern: str, device_name: str, path: Path | None) -> bool:
-    """Times cases of ops and prints a line each. False if a result was wrong."""
+def bench_ops(
+    folders: Sequence[str], implementation: str, pattern: str, device_name: str, path: Path | None
+) -> list[dict[str, Any]]:
+    """Times cases of ops and prints a line each. Returns the lines as `path` gets them, wrong results among them."""
     console = Console()
     device = device_named(device_name)
     setting = Setting.here(device)
@@ -45,19 +48,19 @@ def bench_ops(folders: Sequence[str], implementation: str, pattern: str, device_
     except BenchError as error:
         raise ConfigError(str(error)) from error
     console.print(_heading(setting, device), style="dim", highlight=False)
-    wrong = 0
+    lines: list[dict[str, Any]] = []
     for op, of_one_op in itertools.groupby(figures, lambda figure: figure.case.op.name):
         table = Table(op, *_NUMBERS, "", box=None)
         table.columns[0].no_wrap = True
         for column in table.columns[1 : 1 + len(_NUMBERS)]:
             column.justify = "right"
         for figure in of_one_op:
-            wrong += figure.fault is not None
+            lines.append(figure.fields(setting.gpu))
             table.add_row(*_cells(figure, setting.gpu))
             if path is not None:
-                append(path, [figure.fields(setting.gpu)], setting)
+                append(path, lines[-1:], setting)
         console.print(table)
-    return not wrong
+    return lines
 
 
 def bench_ranks(folders: Sequence[str], num_ranks: int, path: Path | None) -> bool:

@@ -26,7 +26,7 @@ def bench_ops(
     implementation: Annotated[
         str,
         typer.Option(
-            "--implementation", "-i", help="A name such as sm90 or reference; best: what an engine would bind; all."
+            "--implementation", "-i", help="Names, such as sm90,cublas; best: what an engine would bind; all."
         ),
     ] = "best",
     case: Annotated[str, typer.Option(help="Only cases (or ops) whose name matches this shell pattern.")] = "*",
@@ -38,6 +38,12 @@ def bench_ops(
     json: Annotated[
         Path | None, typer.Option(help="Append one JSON object per case to this file.", show_default=False)
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw how many times as fast as the others the first implementation is, by rows.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Times ops case by case, after checking each result, and compares with what memory and arithmetic allow.
 
@@ -48,7 +54,11 @@ def bench_ops(
     if ranks is not None:
         correct = bench.bench_ranks(folders or [], ranks, json)
     else:
-        correct = bench.bench_ops(folders or [], implementation, case, device, json)
+        pictures = share_commands.pictures_for(plot)
+        lines = bench.bench_ops(folders or [], implementation, case, device, json)
+        if plot is not None and pictures is not None:
+            pictures.speed_up(lines, plot)
+        correct = all(line["correct"] for line in lines)
     if not correct:
         raise typer.Exit(1)
 

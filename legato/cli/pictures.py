@@ -36,6 +36,11 @@ def share(found: Sequence[Line], path: Path) -> None:
         _save(figure, path.with_stem(f"{path.stem}-{number + 1}") if number else path)
 
 
+def speed_up(found: Sequence[Line], path: Path) -> None:
+    """An op's first implementation against the others, by rows."""
+    _save(plots.speed_up(found), path)
+
+
 def ablate(found: Sequence[Line], path: Path) -> None:
     """What each decision is worth."""
     _save(plots.ablate(found), path)

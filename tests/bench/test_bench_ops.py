@@ -82,7 +82,7 @@ def test_what_is_asked_for_and_missing_is_said() -> None:
 
 def test_case_names_become_objects() -> None:
     case = next(case for case in cases() if case.name.startswith("linear_bf16 rows=6 n=512"))
-    assert described(case) == {"rows": 6, "n": 512, "k": 384, "is": "bfloat16"}
+    assert described(case) == {"rows": 6, "n": 512, "k": 384, "is": "bfloat16 residual"}
 
 
 def test_the_floor_is_the_larger_of_bytes_and_arithmetic() -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from legato.bench import lines, timeline
@@ -125,6 +126,24 @@ def test_points_far_below_their_roofline_are_not_pressed_into_a_corner(allowed: 
     bound_ = {"user_tokens_per_s": 60.0, "tokens_per_s_per_device": allowed}
     (axis,) = plots.pareto([{**point, "roofline": bound_}]).axes
     assert axis.get_xscale() == axis.get_yscale() == scale
+
+
+def test_speed_is_compared_case_by_case_and_wrong_results_are_left_out() -> None:
+    pytest.importorskip("matplotlib")
+    from legato.bench import plots
+
+    def line(implementation: str, rows: int, us: float, correct: bool = True) -> dict[str, Any]:
+        case = {"rows": rows, "n": 8, "k": 4}
+        times = {"median_us": us, "isolated_us": 2 * us, "correct": correct}
+        return {"name": "linear", "implementation": implementation, "case": case, **times}
+
+    found = [line("ours", rows, 2.0) for rows in (1, 2, 4, 8)] + [line("theirs", rows, 3.0 * rows) for rows in (1, 2, 4)]
+    found += [line("theirs", 8, 0.1, correct=False), line("theirs", 16, 5.0)]
+    chain, alone = plots.speed_up(found).axes
+    for axis in (chain, alone):
+        assert axis.lines[-2].get_label() == "geometric mean of all"
+        assert axis.lines[-2].get_xydata() == pytest.approx(np.array([[1, 1.5], [2, 3.0], [4, 6.0]]))
+    assert [text.get_text() for text in chain.texts] == ["1.50", "3.00", "6.00"]
 
 
 def test_the_page_shows_every_benchmark_and_names_what_it_leaves_out() -> None:

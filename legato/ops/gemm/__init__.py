@@ -7,6 +7,7 @@ Owns what `x @ W.T` means for each format. Activations are never quantised (W4A1
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,12 +136,11 @@ _STORED = {"linear_fp8_block": (1, 2), "linear_nvfp4": (1, 2, 3), "linear_int4":
 
 
 def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
-    """One product with a weight [N, K] in the format of `linear`; cases of 6 and 16 rows add a residual."""
+    """One product with a weight [N, K] in the format of `linear`."""
     outputs, inputs = shape
 
     def make(draw: Draw) -> tuple[Any, ...]:
         x = draw.normal(rows, inputs, dtype=dtype)
-        residual = (draw.normal(rows, outputs, dtype=dtype),) if rows % 10 == 6 else ()
         match linear.name:
             case "linear_fp8_block":
                 weight = fp8_weight(draw, outputs, inputs)
@@ -151,7 +151,7 @@ def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dty
                 weight = int4_weight(draw, outputs, inputs)
             case _:
                 weight = (draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5),)
-        return (x, *weight, *residual)
+        return (x, *weight)
 
     bits = {"linear_fp8_block": 8, "linear_nvfp4": 4.5, "linear_int4": 4.125}.get(linear.name, 8 * dtype.itemsize)
     return Case(
@@ -165,6 +165,16 @@ def _weight_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dty
         flops=2 * rows * outputs * inputs,
         on=on,
     )
+
+
+def _added(case: Case) -> Case:
+    """The same product with a residual."""
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        x, weight, *scales = case.make(draw)
+        return (x, weight, *scales, draw.normal(x.shape[0], weight.shape[0], dtype=x.dtype))
+
+    return replace(case, name=f"{case.name} residual", make=make)
 
 
 def _normed_case(linear: Op[..., Tensor], rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:
@@ -279,20 +289,29 @@ CASES = (
         for shape in ((512, 256), (512, 6144), (3072, 6144), (4096, 6144), (24576, 6144))
         for rows in (1, 6, 16)
     ),
-    *(_weight_case(linear, rows, (576, 256), torch.float32, "any") for linear in _FORMATS for rows in (1, 6, 37)),
-    *(_weight_case(linear, 6, (512, 384), torch.bfloat16, "any") for linear in _FORMATS),
+    *(_weight_case(linear, rows, (576, 256), torch.float32, "any") for linear in _FORMATS for rows in (1, 37)),
+    *(_added(_weight_case(linear, 6, (576, 256), torch.float32, "any")) for linear in _FORMATS),
+    *(_added(_weight_case(linear, 6, (512, 384), torch.bfloat16, "any")) for linear in _FORMATS),
     # Widths that no block divides: 320 = two and a half blocks of the FP8 scale, 72 columns of output.
     _weight_case(linear_bf16, 9, (72, 48), torch.float32, "any"),
     _weight_case(linear_fp8_block, 9, (72, 320), torch.float32, "any"),
     # GLM-5.2 at full width, and one rank of 8: every dense product of an iteration.
     *(_weight_case(linear_bf16, rows, shape, torch.bfloat16, "gpu") for shape in _DENSE_SHAPES for rows in (1, 6, 16)),
     *(_weight_case(linear_bf16, rows, shape, torch.bfloat16, "gpu") for shape in _RANK_SHAPES for rows in (1, 6, 16)),
-    # Batches of 4, 8 and 16 requests of 6 rows.
+    # A rank of 8 by rows: few tokens, prompts' ends, batches of requests of 6 rows.
     *(
         _weight_case(linear_bf16, rows, shape, torch.bfloat16, "gpu")
         for shape in ((2784, 6144), (2048, 2048), (6144, 2048), (512, 6144), (6144, 256))
-        for rows in (24, 48, 96)
+        for rows in (2, 4, 8, 12, 24, 32, 48, 64, 96)
     ),
+    # What is added to the residual stream.
+    *(
+        _added(_weight_case(linear, rows, shape, torch.bfloat16, "gpu"))
+        for linear in (linear_bf16, linear_fp8_block)
+        for shape in ((6144, 2048), (6144, 256), (6144, 1536), (6144, 12288))
+        for rows in (6, 16)
+    ),
+    _added(_weight_case(linear_bf16, 96, (6144, 2048), torch.bfloat16, "gpu")),
     *(
         _weight_case(linear_fp8_block, rows, shape, torch.bfloat16, "gpu")
         for shape in (

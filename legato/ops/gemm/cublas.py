@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_draft, linear_heads, linear_swiglu
+from legato.ops.gemm.library import by_library
 from legato.ops.pointwise import rms_norm, swiglu
 
 
 @linear_bf16.on("cublas")
 def run(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """functional.linear, plus the residual in x's dtype."""
-    product = functional.linear(x, weight.to(x.dtype))
-    return product if residual is None else product + residual.to(x.dtype)
+    """One product in x's dtype; the residual goes in before its result is rounded."""
+    return by_library(x, weight.to(x.dtype), None if residual is None else residual.to(x.dtype))
 
 
 @linear_bf16_normed.on("cublas")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.gemm import (
@@ -28,6 +27,7 @@ from legato.ops.gemm import (
     sm90_heads,
 )
 from legato.ops.gemm.best import best_of, linear_bf16_best, linear_fp8_block_best
+from legato.ops.gemm.library import by_library
 from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, restore, restore_swiglu, separated
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, tiling
 from legato.ops.pointwise import rms_norm, swiglu
@@ -166,11 +166,6 @@ def _is_bf16(x: Tensor, residual: Tensor | None = None) -> bool:
     return x.dtype is torch.bfloat16 and (residual is None or residual.dtype is torch.bfloat16)
 
 
-def _by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
-    """Rounded once, as the kernel does."""
-    return functional.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
-
-
 def _few(x: Tensor, weight: Tensor | Kept, bits: int) -> tuple[Tiling, Tensor] | None:
     """The tiling by which the kernel multiplies these rows, and the weight in its order; None where it does not."""
     packed = weight.packed if isinstance(weight, Kept) else weight
@@ -214,7 +209,7 @@ def run_bf16(x: Tensor, weight: Tensor | Kept, residual: Tensor | None = None) -
         return multiply(Packed(*few), x, residual)
     stored = _as_stored(weight, _bf16_as_stored)
     if stored.dtype is torch.bfloat16 and _is_bf16(x, residual):
-        return _by_library(x, stored, residual)
+        return by_library(x, stored, residual)
     return linear_bf16.reference(x, stored, residual)
 
 
@@ -265,7 +260,7 @@ def run_fp8(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, residual: Tenso
     stored = _as_stored(weight, _fp8_as_stored)
     if not _is_bf16(x, residual):
         return linear_fp8_block.reference(x, stored, scale_inv, residual)
-    return _by_library(x, widened(stored, scale_inv), residual)
+    return by_library(x, widened(stored, scale_inv), residual)
 
 
 linear_fp8_block.on("sm90", pack=pack_fp8)(run_fp8)

@@ -15,7 +15,7 @@ from legato.ops.sample import _sample_all, sample
 from legato.ops.score import CASES as SCORE_CASES
 from legato.ops.score import _score_everything
 
-MOE = [case for case in EXPERT_CASES if case.op.name == "moe_bf16" and case.on == "any"]
+MOE = [case for case in EXPERT_CASES if case.op.name == "moe_bf16" and case.on == "any" and len(case.weights) == 2]
 SCORES = [case for case in SCORE_CASES if case.on == "any"]
 SAMPLE = [case for case in SAMPLE_CASES if case.op is sample and case.on == "any"]
 

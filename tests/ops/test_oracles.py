@@ -543,18 +543,27 @@ def swiglu_row(both):
     return gate / (1 + (-gate).exp()) * up
 
 
-@oracle
-def moe_bf16(x, ids, weights, w13, w2):
-    return _experts(x, ids, weights, double(w13), double(w2))
+def _shared(x, gate_up=None, down=None, gate_up_scale_inv=None, down_scale_inv=None):
+    """What a shared expert adds to every row."""
+    if gate_up is None:
+        return 0
+    if gate_up_scale_inv is not None:
+        gate_up, down = _fp8(gate_up, gate_up_scale_inv), _fp8(down, down_scale_inv)
+    return torch.stack([double(down) @ swiglu_row(double(gate_up) @ row) for row in double(x)])
 
 
 @oracle
-def moe_fp8_block(x, ids, weights, w13, w13_scale_inv, w2, w2_scale_inv):
-    return _experts(x, ids, weights, _fp8(w13, w13_scale_inv), _fp8(w2, w2_scale_inv))
+def moe_bf16(x, ids, weights, w13, w2, *shared):
+    return _experts(x, ids, weights, double(w13), double(w2)) + _shared(x, *shared)
 
 
 @oracle
-def moe_nvfp4(x, ids, weights, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2):
+def moe_fp8_block(x, ids, weights, w13, w13_scale_inv, w2, w2_scale_inv, *shared):
+    return _experts(x, ids, weights, _fp8(w13, w13_scale_inv), _fp8(w2, w2_scale_inv)) + _shared(x, *shared)
+
+
+@oracle
+def moe_nvfp4(x, ids, weights, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, *shared):
     half = w13.shape[1] // 2
     w13 = torch.cat(
         (
@@ -563,12 +572,12 @@ def moe_nvfp4(x, ids, weights, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_sca
         ),
         1,
     )
-    return _experts(x, ids, weights, w13, _nvfp4(w2, w2_scale, w2_scale_2.view(-1, 1, 1)))
+    return _experts(x, ids, weights, w13, _nvfp4(w2, w2_scale, w2_scale_2.view(-1, 1, 1))) + _shared(x, *shared)
 
 
 @oracle
-def moe_int4(x, ids, weights, w13, w13_scale, w2, w2_scale):
-    return _experts(x, ids, weights, _int4(w13, w13_scale), _int4(w2, w2_scale))
+def moe_int4(x, ids, weights, w13, w13_scale, w2, w2_scale, *shared):
+    return _experts(x, ids, weights, _int4(w13, w13_scale), _int4(w2, w2_scale)) + _shared(x, *shared)
 
 
 # ------------------------------------------------------------------------------------------------------- sample, rows

@@ -7,13 +7,14 @@ is one. Called by `legato.model` (route) and `legato.quant` (the products).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from legato.ops.case import BFLOAT16, FLOAT32, Case, Draw, Tolerance, Where
-from legato.ops.gemm import linear_bf16
+from legato.ops.gemm import linear_bf16, linear_fp8_block
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.invariant import (
@@ -31,6 +32,9 @@ from legato.ops.pointwise import swiglu
 
 #: The weights of a range of experts in float32: (w13 [n, 2F, D], w2 [n, D, F]).
 ExpertWeights = Callable[[slice], tuple[Tensor, Tensor]]
+
+#: A matrix of the shared expert, and its block scales where it is e4m3; (None, None): there is no shared expert.
+SharedWeight = tuple[Tensor | None, Tensor | None]
 
 #: Rows of one expert's product: an expert sees few of the rows that are verified together.
 EXPERT_ROWS = 4
@@ -60,17 +64,20 @@ def moe_bf16(
     w2: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """sum over a of weights[t, a] * w2[e] @ swiglu(w13[e] @ x[t]) with e = ids[t, a]; the sum runs in the order of a,
     in float32. Then, where there is a shared expert, plus shared_down @ swiglu(shared_gate_up @ x[t]).
 
     x [T, D], ids [T, A] int32 (negative: contributes nothing), weights [T, A] float32, w13 [E, 2F, D] (gate rows, then
     up rows) and w2 [E, D, F] bfloat16 or float32, shared_gate_up [2F', D] and shared_down [D, F'] likewise (both or
-    none); weights as stored or as `moe_bf16.pack` made them -> [T, D] in x's dtype.
+    none), or e4m3 with float32 scales per 128x128 block (see `linear_fp8_block`); weights as stored or as `moe_bf16.pack`
+    made them -> [T, D] in x's dtype.
     Only experts that some row chose are computed.
     """
     y = _moe(x, ids, weights, lambda run: (float32(w13[run]), float32(w2[run])), w13.shape[0])
-    return _plus_shared(y, x, shared_gate_up, shared_down)
+    return _plus_shared(y, x, (shared_gate_up, shared_gate_up_scale_inv), (shared_down, shared_down_scale_inv))
 
 
 @op
@@ -84,6 +91,8 @@ def moe_fp8_block(
     w2_scale_inv: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """`moe_bf16` over experts stored as e4m3 with float32 scales per 128x128 block.
 
@@ -98,7 +107,8 @@ def moe_fp8_block(
             dequantize_fp8_block(w2[run], w2_scale_inv[run]),
         )
 
-    return _plus_shared(_moe(x, ids, weights, dequantized, w13.shape[0]), x, shared_gate_up, shared_down)
+    y = _moe(x, ids, weights, dequantized, w13.shape[0])
+    return _plus_shared(y, x, (shared_gate_up, shared_gate_up_scale_inv), (shared_down, shared_down_scale_inv))
 
 
 @op
@@ -114,6 +124,8 @@ def moe_nvfp4(
     w2_scale_2: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """`moe_bf16` over experts stored as NVFP4; gate and up keep their own global scales.
 
@@ -129,7 +141,8 @@ def moe_nvfp4(
             dequantize_nvfp4(w2[run], w2_scale[run], w2_scale_2[run]),
         )
 
-    return _plus_shared(_moe(x, ids, weights, dequantized, w13.shape[0]), x, shared_gate_up, shared_down)
+    y = _moe(x, ids, weights, dequantized, w13.shape[0])
+    return _plus_shared(y, x, (shared_gate_up, shared_gate_up_scale_inv), (shared_down, shared_down_scale_inv))
 
 
 @op
@@ -143,6 +156,8 @@ def moe_int4(
     w2_scale: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """`moe_bf16` over experts stored as INT4 in groups of 128.
 
@@ -153,14 +168,23 @@ def moe_int4(
     def dequantized(run: slice) -> tuple[Tensor, Tensor]:
         return dequantize_int4(w13[run], w13_scale[run]), dequantize_int4(w2[run], w2_scale[run])
 
-    return _plus_shared(_moe(x, ids, weights, dequantized, w13.shape[0]), x, shared_gate_up, shared_down)
+    y = _moe(x, ids, weights, dequantized, w13.shape[0])
+    return _plus_shared(y, x, (shared_gate_up, shared_gate_up_scale_inv), (shared_down, shared_down_scale_inv))
 
 
-def _plus_shared(y: Tensor, x: Tensor, gate_up: Tensor | None, down: Tensor | None) -> Tensor:
+def _plus_shared(y: Tensor, x: Tensor, gate_up: SharedWeight, down: SharedWeight) -> Tensor:
     """y + the shared expert's rows, rounded as a plain MLP of the model rounds."""
-    if gate_up is None or down is None:
+    if gate_up[0] is None or down[0] is None:
         return y
-    return y + linear_bf16.reference(swiglu.reference(linear_bf16.reference(x, gate_up)), down)
+    return y + _shared_linear(swiglu.reference(_shared_linear(x, gate_up)), down)
+
+
+def _shared_linear(x: Tensor, stored: SharedWeight) -> Tensor:
+    weight, scale_inv = stored
+    assert weight is not None, "both matrices or none"
+    if scale_inv is None:
+        return linear_bf16.reference(x, weight)
+    return linear_fp8_block.reference(x, weight, scale_inv)
 
 
 def _moe(x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, num_experts: int) -> Tensor:
@@ -271,36 +295,72 @@ def _moe_case(
     )
 
 
+@dataclass(frozen=True)
+class _Routing:
+    """`rows` rows choose 8 experts each, `distinct` between them, of which every row chooses the first `everyones`."""
+
+    rows: int
+    distinct: int
+    everyones: int = 0
+
+    def ids(self, draw: Draw, experts: int) -> Tensor:
+        every = torch.arange(self.everyones, device=draw.device).expand(self.rows, self.everyones)
+        own = torch.arange(self.rows * (8 - self.everyones), device=draw.device) % (self.distinct - self.everyones)
+        chosen = torch.cat((every, own.view(self.rows, -1) + self.everyones), dim=1)
+        return draw.distinct(experts, experts)[chosen]
+
+    @property
+    def words(self) -> str:
+        return f"rows={self.rows} distinct={self.distinct}" + (f" everyones={self.everyones}" if self.everyones else "")
+
+
 def _production_case(
-    moe: Op[..., Tensor], rows: int, distinct: int, sizes: tuple[int, int, int], everyones: int = 0
+    moe: Op[..., Tensor], routing: _Routing, sizes: tuple[int, int, int], shared: str = "bf16"
 ) -> Case:
-    """bfloat16 rows that choose 8 experts each, `distinct` between them, of which every row chooses the first `everyones`; and
-    a dense shared expert as wide as the others. `sizes` = (E, F, D)."""
-    experts, width, hidden = sizes
+    """bfloat16 rows, and a shared expert as wide as the others, in bfloat16 or FP8 blocks. `sizes` = (E, F, D)."""
+    (experts, width, hidden), rows = sizes, routing.rows
 
     def make(draw: Draw) -> tuple[Any, ...]:
-        own = torch.arange(rows * (8 - everyones), device=draw.device) % (distinct - everyones) + everyones
-        every = torch.arange(everyones, device=draw.device).expand(rows, everyones)
-        ids = draw.distinct(experts, experts)[torch.cat((every, own.view(rows, -1)), dim=1)]
         x, weights = draw.normal(rows, hidden, dtype=torch.bfloat16), draw.uniform(rows, 8, low=0.1, high=1.0)
-        shared = (
-            draw.normal(2 * width, hidden, dtype=torch.bfloat16, scale=hidden**-0.5),
-            draw.normal(hidden, width, dtype=torch.bfloat16, scale=width**-0.5),
-        )
-        return x, ids, weights, *_stored(moe.name, draw, sizes, torch.bfloat16), *shared
+        return x, routing.ids(draw, experts), weights, *_stored(moe.name, draw, sizes, torch.bfloat16)
 
-    stored = _weights_of(moe)
-    return Case(
+    # Sums are around 5, and their inner rows are rounded: an error of half a percent of that.
+    case = Case(
         moe,
-        f"{moe.name} rows={rows} distinct={distinct} experts={experts} f={width} d={hidden}"
-        f"{f' everyones={everyones}' if everyones else ''} shared",
+        f"{moe.name} {routing.words} experts={experts} f={width} d={hidden}",
         make,
-        # Sums are around 5, and their inner rows are rounded: an error of half a percent of that.
         Tolerance(2.0**-7, 2.0**-3),
-        weights=(*stored, stored[-1] + 1, stored[-1] + 2),
-        bytes=_bytes_of(moe, distinct, sizes, torch.bfloat16) + 6 * width * hidden + 4 * rows * hidden,
-        flops=6 * rows * 9 * width * hidden,
+        weights=_weights_of(moe),
+        bytes=_bytes_of(moe, routing.distinct, sizes, torch.bfloat16) + 4 * rows * hidden,
+        flops=6 * rows * 8 * width * hidden,
         on="gpu",
+    )
+    return _with_shared(case, rows, (width, hidden), shared)
+
+
+def _with_shared(case: Case, rows: int, sizes: tuple[int, int], form: str) -> Case:
+    """The same with a shared expert; `sizes` = (F, D), `form`: bf16 or fp8."""
+    width, hidden = sizes
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        given = case.make(draw)
+        if form == "fp8":
+            gate_up, gate_up_scale_inv = fp8_weight(draw, 2 * width, hidden)
+            down, down_scale_inv = fp8_weight(draw, hidden, width)
+            return *given, gate_up, down, gate_up_scale_inv, down_scale_inv
+        gate_up = draw.normal(2 * width, hidden, dtype=torch.bfloat16, scale=hidden**-0.5)
+        return *given, gate_up, draw.normal(hidden, width, dtype=torch.bfloat16, scale=width**-0.5)
+
+    first = case.weights[-1] + 1
+    return replace(
+        case,
+        name=f"{case.name} shared{'' if form == 'bf16' else ' in FP8'}",
+        make=make,
+        weights=(*case.weights, *range(first, first + (4 if form == "fp8" else 2))),
+        bytes=case.bytes + 3 * width * hidden * (1 if form == "fp8" else 2),
+        flops=case.flops + 6 * rows * width * hidden,
+        # Both parts are rounded before they are added, and so are the shared expert's inner rows.
+        tolerance=Tolerance(case.tolerance.relative, max(case.tolerance.absolute, 2.0**-5)),
     )
 
 
@@ -337,6 +397,7 @@ def _route_case(
 
 _RANK_OF_8 = (256, 256, 6144)
 _PRODUCTS = (moe_bf16, moe_fp8_block, moe_nvfp4, moe_int4)
+_SHARED = ("bf16", "fp8")
 CASES = (
     *(_route_case(rows, *shape) for rows in (1, 6, 37) for shape in ((8, 2, 256), (256, 8, 512))),
     *(_route_case(rows, 256, 8, 6144, torch.bfloat16, "gpu") for rows in (1, 6, 16)),
@@ -344,15 +405,26 @@ CASES = (
     *(_moe_case(moe, 6, 2, (8, 128, 128), torch.bfloat16) for moe in _PRODUCTS),
     # Every row of 40 on the same few experts: groups longer than a block.
     _moe_case(moe_bf16, 40, 3, (4, 64, 64), torch.float32),
+    *(
+        _with_shared(_moe_case(moe, 6, 2, (8, 128, 128), torch.bfloat16), 6, (128, 128), form)
+        for moe in _PRODUCTS
+        for form in _SHARED
+    ),
     # GLM-5.2, one rank of 8: the distinct experts of unrelated rows, those of rows of one text (33), all rows on the same.
-    *(_production_case(moe, rows, distinct, _RANK_OF_8) for moe in _PRODUCTS for rows, distinct in ((1, 8), (6, 44))),
-    *(_production_case(moe_nvfp4, *routing, _RANK_OF_8) for routing in ((6, 33), (6, 8), (16, 100), (64, 223))),
+    *(_production_case(moe, _Routing(*routing), _RANK_OF_8) for moe in _PRODUCTS for routing in ((1, 8), (6, 44))),
+    *(
+        _production_case(moe_nvfp4, _Routing(*routing), _RANK_OF_8)
+        for routing in ((6, 33), (6, 8), (16, 100), (64, 223))
+    ),
+    # As FP8 releases have it, and others whose dense weights are kept in FP8.
+    *(_production_case(moe, _Routing(6, 44), _RANK_OF_8, "fp8") for moe in (moe_fp8_block, moe_nvfp4, moe_int4)),
     # A prompt's rows: as many for an expert as in 4096 and in 2048 rows of the model.
-    *(_production_case(moe, 256, 16, (16, 256, 6144)) for moe in _PRODUCTS),
-    _production_case(moe_nvfp4, 512, 32, (32, 2048, 6144)),
+    *(_production_case(moe, _Routing(256, 16), (16, 256, 6144)) for moe in _PRODUCTS),
+    _production_case(moe_fp8_block, _Routing(256, 16), (16, 256, 6144), "fp8"),
+    _production_case(moe_nvfp4, _Routing(512, 32), (32, 2048, 6144)),
     # At full width, with fewer experts: only the chosen ones count.
-    *(_production_case(moe_nvfp4, *routing, (128, 2048, 6144)) for routing in ((1, 8), (6, 44), (16, 100))),
-    _production_case(moe_nvfp4, 64, 223, (224, 2048, 6144)),
+    *(_production_case(moe_nvfp4, _Routing(*routing), (128, 2048, 6144)) for routing in ((1, 8), (6, 44), (16, 100))),
+    _production_case(moe_nvfp4, _Routing(64, 223), (224, 2048, 6144)),
     # One expert with every row, beside as many others as rows can name.
-    *(_production_case(moe_nvfp4, *routing, _RANK_OF_8, 1) for routing in ((6, 43), (16, 100), (64, 223))),
+    *(_production_case(moe_nvfp4, _Routing(*routing, 1), _RANK_OF_8) for routing in ((6, 43), (16, 100), (64, 223))),
 )

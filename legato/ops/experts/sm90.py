@@ -20,8 +20,11 @@ from legato.ops.experts.sm90_grouped import serves as serves_many
 from legato.ops.experts.sm90_launch import MOST_ROWS, Experts, Packed
 from legato.ops.experts.sm90_packing import by_experts
 from legato.ops.experts.sm90_widen import widen_down, widen_gate_up
+from legato.ops.gemm import linear_fp8_block
 from legato.ops.pointwise import swiglu
 
+#: Rows and columns of an FP8 weight that share a scale.
+BLOCK = 128
 #: Up to so many rows go through the kernel, MOST_ROWS at a time; more make products of whole experts, whose rows are sorted.
 FEW_ROWS = 128
 #: Up to so many rows the router's kernel chooses, 64 at a time; for more the library multiplies.
@@ -64,12 +67,18 @@ def pack_fp8(
     hidden, width = w13.shape[2], w2.shape[2]
     if not sm90_launch.serves(hidden, width):
         return (w13, w13_scale_inv, w2, w2_scale_inv, *shared)
-    scales13 = packing.together(w13_scale_inv.repeat_interleave(128 // 8, dim=1), group=1)
-    scales2 = w2_scale_inv.repeat_interleave(128 // 8, dim=1)
-    made13 = by_experts(packing.pack_fp8, packing.together(w13.view(torch.uint8)), scales13)
-    made2 = by_experts(packing.pack_fp8, w2.view(torch.uint8), scales2)
+    made13, made2 = _fp8_gate_up(w13, w13_scale_inv), _fp8_down(w2, w2_scale_inv)
     inside = w13_scale_inv.new_empty(0)
     return (made13, inside, made2, inside, *_pack_shared(width, *shared))
+
+
+def _fp8_gate_up(w13: Tensor, scale_inv: Tensor) -> Tensor:
+    scales = packing.together(scale_inv.repeat_interleave(BLOCK // 8, dim=1), group=1)
+    return by_experts(packing.pack_fp8, packing.together(w13.view(torch.uint8)), scales)
+
+
+def _fp8_down(w2: Tensor, scale_inv: Tensor) -> Tensor:
+    return by_experts(packing.pack_fp8, w2.view(torch.uint8), scale_inv.repeat_interleave(BLOCK // 8, dim=1))
 
 
 def pack_int4(
@@ -104,14 +113,28 @@ def pack_nvfp4(
     return (made13, inside, factors.contiguous(), made2, inside, inside, *_pack_shared(width, *shared))
 
 
-def _pack_shared(width: int, *shared: Tensor | None) -> tuple[Tensor | None, ...]:
-    """A shared expert as wide as the others, in bfloat16, in the kernel's order; any other as it is."""
-    if not shared or shared[0] is None or shared[1] is None:
-        return shared
-    gate_up, down = shared[0], shared[1]
-    if down.dtype is not torch.bfloat16 or gate_up.dtype is not torch.bfloat16 or down.shape[1] != width:
-        return shared
-    return packing.pack_bf16(packing.together(gate_up.unsqueeze(0))), packing.pack_bf16(down.unsqueeze(0))
+def _pack_shared(
+    width: int,
+    gate_up: Tensor | None = None,
+    down: Tensor | None = None,
+    gate_up_scale_inv: Tensor | None = None,
+    down_scale_inv: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """A shared expert as wide as the others, in bfloat16 or FP8 blocks, in the kernel's order; any other as its products want."""
+    if gate_up is None or down is None:
+        return ()
+    alike = down.shape[1] == width
+    if gate_up_scale_inv is None or down_scale_inv is None:
+        if not alike or down.dtype is not torch.bfloat16 or gate_up.dtype is not torch.bfloat16:
+            return gate_up, down
+        return packing.pack_bf16(packing.together(gate_up.unsqueeze(0))), packing.pack_bf16(down.unsqueeze(0))
+    if not alike or width % BLOCK:
+        (gate_up, gate_up_scale_inv), (down, down_scale_inv) = (
+            linear_fp8_block.pack(weight, scale_inv)
+            for weight, scale_inv in ((gate_up, gate_up_scale_inv), (down, down_scale_inv))
+        )
+        return gate_up, down, gate_up_scale_inv, down_scale_inv
+    return _fp8_gate_up(gate_up[None], gate_up_scale_inv[None]), _fp8_down(down[None], down_scale_inv[None])
 
 
 @moe_bf16.on("sm90", pack=pack_bf16)
@@ -123,14 +146,17 @@ def run_bf16(
     w2: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """Up to 128 rows of bfloat16: the kernel, 64 at a time; more: products of whole experts, sorted rows.
 
     Rows of another type and weights that `pack` left unchanged: the reference. So in the other formats.
     """
+    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dtype is not torch.uint8:
-        return moe_bf16.reference(x, ids, weights, w13, w2, shared_gate_up, shared_down)
-    return _run("bf16", x, ids, weights, Packed(w13, w2, None, shared_gate_up, shared_down))
+        return moe_bf16.reference(x, ids, weights, w13, w2, *shared)
+    return _run("bf16", x, ids, weights, Packed(w13, w2, None, *shared))
 
 
 @moe_fp8_block.on("sm90", pack=pack_fp8)
@@ -144,11 +170,14 @@ def run_fp8(
     w2_scale_inv: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
+    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dim() != 4:
         stored = (w13, w13_scale_inv, w2, w2_scale_inv)
-        return moe_fp8_block.reference(x, ids, weights, *stored, shared_gate_up, shared_down)
-    return _run("fp8", x, ids, weights, Packed(w13, w2, None, shared_gate_up, shared_down))
+        return moe_fp8_block.reference(x, ids, weights, *stored, *shared)
+    return _run("fp8", x, ids, weights, Packed(w13, w2, None, *shared))
 
 
 @moe_int4.on("sm90", pack=pack_int4)
@@ -162,11 +191,14 @@ def run_int4(
     w2_scale: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
+    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dim() != 4:
         stored = (w13, w13_scale, w2, w2_scale)
-        return moe_int4.reference(x, ids, weights, *stored, shared_gate_up, shared_down)
-    return _run("int4", x, ids, weights, Packed(w13, w2, None, shared_gate_up, shared_down))
+        return moe_int4.reference(x, ids, weights, *stored, *shared)
+    return _run("int4", x, ids, weights, Packed(w13, w2, None, *shared))
 
 
 @moe_nvfp4.on("sm90", pack=pack_nvfp4)
@@ -182,24 +214,26 @@ def run_nvfp4(
     w2_scale_2: Tensor,
     shared_gate_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    shared_gate_up_scale_inv: Tensor | None = None,
+    shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
+    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dim() != 4:
         stored = (w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2)
-        return moe_nvfp4.reference(x, ids, weights, *stored, shared_gate_up, shared_down)
-    return _run("nvfp4", x, ids, weights, Packed(w13, w2, w13_scale_2, shared_gate_up, shared_down))
+        return moe_nvfp4.reference(x, ids, weights, *stored, *shared)
+    return _run("nvfp4", x, ids, weights, Packed(w13, w2, w13_scale_2, *shared))
 
 
 def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
-    inside = packed.shared13 is not None and packed.shared13.dtype is torch.uint8
-    if packed.shared13 is not None and packed.shared2 is not None and not inside:
+    if packed.shared13 is not None and packed.shared2 is not None and packing.form_of(packed.shared13) is None:
         alone = replace(packed, shared13=None, shared2=None)
-        y = _run(form, x, ids, weights, alone)
-        return y + functional.linear(swiglu(functional.linear(x, packed.shared13)), packed.shared2)
+        inner = swiglu(_linear(x, packed.shared13, packed.shared13_scale_inv))
+        return _run(form, x, ids, weights, alone) + _linear(inner, packed.shared2, packed.shared2_scale_inv)
     if x.dtype is not torch.bfloat16:
         return _in_float32(form, x, ids, weights, packed)
     what = Experts(
         form,
-        "bf16" if inside else None,
+        None if packed.shared13 is None else packing.form_of(packed.shared13),
         hidden=packed.w2.shape[1] * packing.OUTPUTS,
         width=packed.w13.shape[1] * 8,
         num_experts=packed.w13.shape[0],
@@ -217,19 +251,29 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
     y = grouped(what, packed, x, ids, weights)
     if packed.shared13 is None or packed.shared2 is None:
         return y
-    gate_up = widen_gate_up("bf16", packed.shared13, None, torch.bfloat16)[0]
-    down = widen_down("bf16", packed.shared2, None, torch.bfloat16)[0]
+    gate_up, down = _shared_in(torch.bfloat16, packed.shared13, packed.shared2)
     return y + functional.linear(swiglu(functional.linear(x, gate_up)), down)
+
+
+def _linear(x: Tensor, weight: Tensor, scale_inv: Tensor | None) -> Tensor:
+    """Of a shared expert that is not in the kernel's order."""
+    return functional.linear(x, weight) if scale_inv is None else linear_fp8_block(x, weight, scale_inv)
+
+
+def _shared_in(dtype: torch.dtype, shared13: Tensor, shared2: Tensor) -> tuple[Tensor, Tensor]:
+    """The shared expert's gate_up and down from the kernel's order."""
+    form = packing.form_of(shared13)
+    assert form is not None, "it was packed"
+    return widen_gate_up(form, shared13, None, dtype)[0], widen_down(form, shared2, None, dtype)[0]
 
 
 def _in_float32(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
     """The reference on the exact values of packed weights."""
     w13 = widen_gate_up(form, packed.w13, packed.factors, torch.float32)
     w2 = widen_down(form, packed.w2, packed.factors, torch.float32)
-    shared: list[Tensor] = []
+    shared: tuple[Tensor, ...] = ()
     if packed.shared13 is not None and packed.shared2 is not None:
-        shared = [widen_gate_up("bf16", packed.shared13, None, x.dtype)[0]]
-        shared.append(widen_down("bf16", packed.shared2, None, x.dtype)[0])
+        shared = _shared_in(x.dtype, packed.shared13, packed.shared2)
     return moe_bf16.reference(x, ids, weights, w13, w2, *shared)
 
 

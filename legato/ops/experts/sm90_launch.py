@@ -116,7 +116,8 @@ def _chunks(what: Experts, slice_k: int) -> list[tuple[int, int]]:
     if what.routed == "fp8":
         return [(1, 1)]
     whole = next(steps for steps in (3, 2, 1) if slice_k % steps == 0)
-    return [(whole, 2), (whole, 1), (min(whole, 2), 1), (1, 1)]
+    wide = [] if what.shared == "fp8" else [(whole, 2)]  # two steps of bfloat16 are one of FP8
+    return [*wide, (whole, 1), (min(whole, 2), 1), (1, 1)]
 
 
 def row_class(rows: int) -> int:
@@ -147,13 +148,15 @@ def multiprocessors(device: torch.device) -> int:
 @dataclass(frozen=True)
 class Packed:
     """Packed weights of the routed experts, their global factors [E, 3] (gate, up, down; NVFP4 only), and of the shared
-    expert."""
+    expert; its block scales only where it is not in the kernel's order."""
 
     w13: Tensor
     w2: Tensor
     factors: Tensor | None = None
     shared13: Tensor | None = None
     shared2: Tensor | None = None
+    shared13_scale_inv: Tensor | None = None
+    shared2_scale_inv: Tensor | None = None
 
 
 def launch(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -22,6 +22,13 @@ NVFP4_FACTOR = 256.0
 _AT_ONCE = 1 << 25
 
 
+def form_of(packed: Tensor) -> str | None:
+    """The format of packed weights that have no factors outside: by the bytes of a step. None for others."""
+    if packed.dtype is not torch.uint8 or packed.dim() != 4:
+        return None
+    return next(form for form, size in STEP_BYTES.items() if size == packed.shape[-1])
+
+
 def together(w13: Tensor, group: int = 8) -> Tensor:
     """[E, 2F, ...] (gate rows, then up rows) as tiles of eight gate rows and their eight up rows, of the same shape; for
     what there is one of per eight rows, `group` is 1."""

@@ -267,6 +267,9 @@ def test_the_page_in_a_browser(served: Served, tmp_path: Path) -> None:
         page.run("document.querySelector('#view-dashboard').click()")
         assert page.run("getComputedStyle(document.querySelector('#chat')).display") == "none"
         assert page.run("document.documentElement.scrollWidth") <= 420
+        assert page.run(
+            "(({scrollWidth, clientWidth}) => scrollWidth <= clientWidth)(document.querySelector('.scroll'))"
+        )
         assert page.complaints == refused
     deadline = time.monotonic() + 10
     while served.metrics()["legato_requests_running"]:  # as of the engine's last report

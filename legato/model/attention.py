@@ -105,11 +105,17 @@ def shared(selection: Selection, step: Step, heads: int, num_pages: int) -> Sele
 
 
 def planned(step: Step) -> Step:
-    """The step with the plan that the indexers of all layers share, where one call scores all its rows."""
-    width = step.page_table.shape[1] * PAGE_SIZE
-    if step.score_plan is not None or score_rows(step.score_bytes, width) < step.request.shape[0]:
+    """The step with the plans that the indexers of all layers share."""
+    if step.score_plans:
         return step
-    return replace(step, score_plan=index_scores.plan(step.page_table, step.request, step.lengths))
+    parts = [(step.request[part], step.lengths[part]) for part in _scored_at_a_time(step)]
+    return replace(step, score_plans=tuple(index_scores.plan(step.page_table, *rows) for rows in parts))
+
+
+def _scored_at_a_time(step: Step) -> list[slice]:
+    """The rows in parts whose index scores keep to `step.score_bytes`."""
+    num_rows, height = step.request.shape[0], score_rows(step.score_bytes, step.page_table.shape[1] * PAGE_SIZE)
+    return [slice(first, min(first + height, num_rows)) for first in range(0, num_rows, height)]
 
 
 def select(q: Tensor, gates: Tensor, keys: Tensor, step: Step, index_topk: int) -> Selection:
@@ -126,13 +132,10 @@ def select(q: Tensor, gates: Tensor, keys: Tensor, step: Step, index_topk: int) 
         step: where the rows stand.
         index_topk: S, how many keys a row attends to at most.
     """
-    num_rows, width = q.shape[0], step.page_table.shape[1] * PAGE_SIZE
-    height = score_rows(step.score_bytes, width)
+    tiles = _scored_at_a_time(step)
     parts: list[tuple[Tensor, Tensor]] = []
-    for first in range(0, num_rows, height):
-        tile = slice(first, min(first + height, num_rows))
+    for tile, plan in zip(tiles, step.score_plans or [None] * len(tiles), strict=True):
         table, request, lengths = step.page_table, step.request[tile], step.lengths[tile]
-        plan = step.score_plan if height >= num_rows else None
         scores = index_scores(q[tile], gates[tile], keys, table, request, lengths, plan)
         parts.append(top_k(scores, lengths, index_topk, table, request))
     if len(parts) == 1:

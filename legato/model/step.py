@@ -37,7 +37,8 @@ class Step:
         slots: [T] int32 cache slots that the row's latent and index key are stored in; -1 stores nothing.
         cos, sin: [T, R/2] float32 rotary tables at `positions`.
         score_bytes: most memory for the index scores of a layer; rows are scored a few at a time to keep to it.
-        score_plan: what `index_scores.plan` made of these very rows for all layers of a forward; None: each makes its own.
+        score_plans: what `index_scores.plan` made of these very rows for all layers of a forward, one for each part of them
+            that is scored at a time; none: each layer makes its own.
         prompt: the request, where rows are so many of one that they had better share tokens.
     """
 
@@ -49,7 +50,7 @@ class Step:
     cos: Tensor
     sin: Tensor
     score_bytes: int = GPU_SCORE_BYTES
-    score_plan: Tensor | None = None
+    score_plans: tuple[Tensor | None, ...] = ()
     prompt: Prompt | None = None
 
     def rows(self, rows: slice) -> Step:

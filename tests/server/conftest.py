@@ -1,7 +1,8 @@
-"""The tiny tokenizer and template as fixtures."""
+"""What several files here share: tokenizers and templates, a server around a script or a real engine, the openai client."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from legato.server.settings import SamplingDefaults, ServerSettings
 from legato.server.text import Folder, Tokenizer
 from tests import tiny_text
 from tests.server.live import Live
+from tests.server.scripted import Server
 
 SMALL = Path(__file__).resolve().parents[2] / "legato" / "checkpoints" / "small"
 
@@ -94,3 +96,30 @@ def real() -> Iterator[Live]:
     live = Live(start)
     yield live
     live.close()
+
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """The client's package: its import takes long, so it is left to the process that runs these tests."""
+    return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def openai_client(real: Live, openai: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def shared(small_text: ModelText) -> Iterator[Server]:
+    """A scripted server, which the tests of a file share."""
+    server = Server(small_text, ServerSettings())
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    """The same, as if new."""
+    shared.reset()
+    return shared

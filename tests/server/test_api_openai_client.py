@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pydantic
 import pytest
-
-from tests.server.live import Live
 
 MODEL = "small"
 HI: Any = [{"role": "user", "content": "Add two and three."}]
@@ -34,24 +30,12 @@ class Sure(pydantic.BaseModel):
     sure: bool
 
 
-@pytest.fixture(scope="module")
-def openai() -> Any:
-    """The client's package: its import takes long, so it is left to the process that runs these tests."""
-    return importlib.import_module("openai")
+def test_models(openai_client: Any) -> None:
+    assert [model.id for model in openai_client.models.list()] == [MODEL]
+    assert openai_client.models.retrieve(MODEL).id == MODEL
 
 
-@pytest.fixture(scope="module")
-def client(real: Live, openai: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
-
-
-def test_models(client: Any) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
-
-
-def test_a_stream_gives_what_the_whole_reply_gives(client: Any) -> None:
+def test_a_stream_gives_what_the_whole_reply_gives(openai_client: Any) -> None:
     asked: Any = {
         "model": MODEL,
         "messages": HI,
@@ -59,10 +43,10 @@ def test_a_stream_gives_what_the_whole_reply_gives(client: Any) -> None:
         "seed": 3,
         "extra_body": {"thinking_token_budget": 8},
     }
-    whole = client.chat.completions.create(**asked)
+    whole = openai_client.chat.completions.create(**asked)
     reasoning = content = ""
     reason, usage = None, None
-    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in openai_client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             reasoning += getattr(choice.delta, "reasoning_content", None) or ""
@@ -77,15 +61,15 @@ def test_a_stream_gives_what_the_whole_reply_gives(client: Any) -> None:
     assert whole.usage.completion_tokens_details.reasoning_tokens == 8
 
 
-def test_parse_gives_an_object(client: Any) -> None:
-    parsed = client.chat.completions.parse(
+def test_parse_gives_an_object(openai_client: Any) -> None:
+    parsed = openai_client.chat.completions.parse(
         model=MODEL, messages=HI, response_format=Sure, max_tokens=64, seed=2, extra_body={"thinking_token_budget": 4}
     )
     assert isinstance(parsed.choices[0].message.parsed, Sure)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_tools_are_called_with_arguments_that_fit(client: Any, choice: Any) -> None:
+def test_tools_are_called_with_arguments_that_fit(openai_client: Any, choice: Any) -> None:
     asked: Any = {
         "model": MODEL,
         "messages": HI,
@@ -94,18 +78,18 @@ def test_tools_are_called_with_arguments_that_fit(client: Any, choice: Any) -> N
         "parallel_tool_calls": False,
         **QUICK,
     }
-    whole = client.chat.completions.create(**asked).choices[0]
+    whole = openai_client.chat.completions.create(**asked).choices[0]
     assert whole.finish_reason == "tool_calls" and whole.message.tool_calls is not None
     call: Any = whole.message.tool_calls[0]
     assert call.function.name == "add" and set(json.loads(call.function.arguments)) == {"a", "b"}
-    with client.chat.completions.stream(**asked) as stream:
+    with openai_client.chat.completions.stream(**asked) as stream:
         final: Any = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
     assert [each.function.arguments for each in final.message.tool_calls] == [call.function.arguments]
 
 
-def test_a_conversation_with_a_tool_goes_on(client: Any) -> None:
-    first = client.chat.completions.create(
+def test_a_conversation_with_a_tool_goes_on(openai_client: Any) -> None:
+    first = openai_client.chat.completions.create(
         model=MODEL, messages=HI, tools=[ADD], tool_choice="required", parallel_tool_calls=False, **QUICK
     ).choices[0]
     assert first.message.tool_calls
@@ -114,13 +98,13 @@ def test_a_conversation_with_a_tool_goes_on(client: Any) -> None:
         first.message.model_dump(),
         {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "5"},
     ]
-    answer = client.chat.completions.create(
+    answer = openai_client.chat.completions.create(
         model=MODEL, messages=history, tools=[ADD], tool_choice="none", max_tokens=8, **QUICK
     )
     assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
 
 
-def test_text_completions(client: Any) -> None:
+def test_text_completions(openai_client: Any) -> None:
     asked: Any = {
         "model": MODEL,
         "prompt": ["import ", "def f("],
@@ -129,21 +113,21 @@ def test_text_completions(client: Any) -> None:
         "logprobs": 2,
         "seed": 1,
     }
-    whole = client.completions.create(**asked)
+    whole = openai_client.completions.create(**asked)
     texts = ["", ""]
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in openai_client.completions.create(**asked, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert [choice.text for choice in whole.choices] == texts
     assert all(choice.logprobs and len(choice.logprobs.token_logprobs or ()) == 6 for choice in whole.choices)
 
 
-def test_errors_are_the_clients_own(client: Any, openai: Any) -> None:
+def test_errors_are_the_clients_own(openai_client: Any, openai: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="gpt-4", messages=HI)
+        openai_client.chat.completions.create(model="gpt-4", messages=HI)
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model=MODEL, messages=HI, max_tokens=5000)
+        openai_client.chat.completions.create(model=MODEL, messages=HI, max_tokens=5000)
     assert bad.value.code == "context_length_exceeded" and "2048" in str(bad.value) and "5000" in str(bad.value)
     with pytest.raises(openai.BadRequestError, match="did you mean temperature"):
-        client.chat.completions.create(model=MODEL, messages=HI, extra_body={"temprature": 1})
+        openai_client.chat.completions.create(model=MODEL, messages=HI, extra_body={"temprature": 1})

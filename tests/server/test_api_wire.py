@@ -30,19 +30,6 @@ OWN_ROUTES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def shared(small_text: ModelText) -> Iterator[Server]:
-    server = Server(small_text, ServerSettings())
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(shared: Server) -> Server:
-    shared.reset()
-    return shared
-
-
 @pytest.fixture
 def made(small_text: ModelText) -> Iterator[Callable[[ServerSettings], Server]]:
     """Servers with settings of their own."""

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 
 from legato.server.client import RequestRefused
-from legato.server.service import ModelText
-from legato.server.settings import ServerSettings
 from tests.server.scripted import TOOL, Server, error_of
 
 PROMPT = list(range(10, 20))
-
-
-@pytest.fixture(scope="module")
-def shared(small_text: ModelText) -> Iterator[Server]:
-    server = Server(small_text, ServerSettings())
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(shared: Server) -> Server:
-    shared.reset()
-    return shared
 
 
 def both(server: Server, **fields: Any) -> tuple[list[Any], list[list[Any]]]:

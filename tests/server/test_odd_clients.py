@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 
 import pytest
 
 from legato.server.client import GenerationRequest, RequestRefused
-from legato.server.service import ModelText
-from legato.server.settings import ServerSettings
 from legato.server.submission import framed
 from legato.types import SamplingParams
 from tests.server.scripted import HI, Server, error_of
-
-
-@pytest.fixture(scope="module")
-def server(small_text: ModelText) -> Iterator[Server]:
-    made = Server(small_text, ServerSettings())
-    yield made
-    made.close()
 
 
 def over_http_1_0(server: Server, **fields: object) -> tuple[str, bytes]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pydantic
 import pytest
-
-from tests.server.live import Live
 
 MODEL = "small"
 ADD: Any = {
@@ -33,18 +30,6 @@ class Sure(pydantic.BaseModel):
     sure: bool
 
 
-@pytest.fixture(scope="module")
-def openai() -> Any:
-    """The client's package: its import takes long, so it is left to the process that runs these tests."""
-    return importlib.import_module("openai")
-
-
-@pytest.fixture(scope="module")
-def client(real: Live, openai: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
-
-
 def said(response: Any) -> list[Any]:
     """What stands in the items, without their ids."""
     return [
@@ -57,16 +42,16 @@ def said(response: Any) -> list[Any]:
     ]
 
 
-def test_a_stream_gives_what_the_whole_response_gives(client: Any) -> None:
+def test_a_stream_gives_what_the_whole_response_gives(openai_client: Any) -> None:
     budget: Any = {"extra_body": {"thinking_token_budget": 8}, "max_output_tokens": 24}
-    whole = client.responses.create(**ASKED, **budget)
+    whole = openai_client.responses.create(**ASKED, **budget)
     assert whole.status == "incomplete" and whole.incomplete_details and whole.output_text
     assert whole.incomplete_details.reason == "max_output_tokens"
     assert whole.usage is not None and whole.usage.output_tokens == 24
     assert whole.usage.output_tokens_details.reasoning_tokens == 8
     pieces: dict[str, str] = {}
     final: Any = None
-    for event in client.responses.create(**ASKED, **budget, stream=True):
+    for event in openai_client.responses.create(**ASKED, **budget, stream=True):
         if event.type in ("response.output_text.delta", "response.reasoning_text.delta"):
             pieces[event.type] = pieces.get(event.type, "") + event.delta
         elif event.type == "response.incomplete":
@@ -79,9 +64,9 @@ def test_a_stream_gives_what_the_whole_response_gives(client: Any) -> None:
     )
 
 
-def test_a_call_and_its_output_in_a_conversation(client: Any) -> None:
+def test_a_call_and_its_output_in_a_conversation(openai_client: Any) -> None:
     """The client's accumulated stream, with typed arguments; then its own objects go back as they are."""
-    with client.responses.stream(
+    with openai_client.responses.stream(
         **QUICK, tools=[ADD], tool_choice={"type": "function", "name": "add"}, parallel_tool_calls=False
     ) as stream:
         kinds = [event.type for event in stream]
@@ -92,21 +77,21 @@ def test_a_call_and_its_output_in_a_conversation(client: Any) -> None:
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
     for items in (response.output, [item.model_dump() for item in response.output]):
         history: Any = [{"role": "user", "content": ASKED["input"]}, *items, output]
-        answer = client.responses.create(
+        answer = openai_client.responses.create(
             **{**QUICK, "input": history}, tools=[ADD], tool_choice="none", max_output_tokens=6
         )
         assert answer.output_text and answer.output[0].type == "message"
 
 
-def test_parse_gives_an_object(client: Any) -> None:
-    parsed = client.responses.parse(**QUICK, text_format=Sure, max_output_tokens=64)
+def test_parse_gives_an_object(openai_client: Any) -> None:
+    parsed = openai_client.responses.parse(**QUICK, text_format=Sure, max_output_tokens=64)
     assert isinstance(parsed.output_parsed, Sure)
-    with client.responses.stream(**QUICK, text_format=Sure, max_output_tokens=64) as stream:
+    with openai_client.responses.stream(**QUICK, text_format=Sure, max_output_tokens=64) as stream:
         assert stream.until_done().get_final_response().output_parsed == parsed.output_parsed
 
 
-def test_log_probabilities(client: Any) -> None:
-    response = client.responses.create(
+def test_log_probabilities(openai_client: Any) -> None:
+    response = openai_client.responses.create(
         **QUICK, max_output_tokens=5, include=["message.output_text.logprobs"], top_logprobs=2
     )
     message: Any = response.output[0]
@@ -114,11 +99,11 @@ def test_log_probabilities(client: Any) -> None:
     assert all(entry.logprob <= 0 and len(entry.top_logprobs) == 2 for entry in message.content[0].logprobs)
 
 
-def test_errors_are_the_clients_own(client: Any, openai: Any) -> None:
+def test_errors_are_the_clients_own(openai_client: Any, openai: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="nothing is stored") as bad:
-        client.responses.create(**QUICK, previous_response_id="resp_1")
+        openai_client.responses.create(**QUICK, previous_response_id="resp_1")
     assert bad.value.param == "previous_response_id"
     with pytest.raises(openai.BadRequestError, match="web_search"):
-        client.responses.create(**QUICK, tools=[{"type": "web_search"}])
+        openai_client.responses.create(**QUICK, tools=[{"type": "web_search"}])
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve("resp_1")
+        openai_client.responses.retrieve("resp_1")

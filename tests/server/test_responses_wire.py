@@ -58,12 +58,6 @@ def shared(small_text: ModelText) -> Iterator[Responses]:
     server.close()
 
 
-@pytest.fixture
-def server(shared: Responses) -> Responses:
-    shared.reset()
-    return shared
-
-
 def timeless(response: dict[str, Any]) -> dict[str, Any]:
     """A response without what differs from request to request: its id, those made of it, those of calls, and times."""
     suffix = response["id"].removeprefix("resp_")

@@ -16,6 +16,18 @@ from legato.config import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measures Legato, or any server.")
 
+# What is asked of a server, for all loads.
+PromptTokens = Annotated[
+    int | None, typer.Option(help="About so long a prompt (4 characters a token).", show_default=False)
+]
+ReplyTokens = Annotated[int, typer.Option(help="Most tokens of a reply.")]
+ServersTemperature = Annotated[
+    float | None, typer.Option("--temperature", "-t", help="By default the server's own.", show_default=False)
+]
+SentKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
+]
+
 
 @app.command("ops")
 def bench_ops(
@@ -104,13 +116,9 @@ def bench_serve(
         typer.Option(help="Open loop: sessions per second, whether or not the server keeps up.", show_default=False),
     ] = None,
     spacing: Annotated[Literal["poisson", "fixed"], typer.Option(help="Of an open loop's arrivals.")] = "poisson",
-    input_tokens: Annotated[
-        int | None, typer.Option(help="About so long a prompt (4 characters a token).", show_default=False)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="By default the server's own.", show_default=False)
-    ] = None,
+    input_tokens: PromptTokens = None,
+    max_tokens: ReplyTokens = 128,
+    temperature: ServersTemperature = None,
     entropy: Annotated[float, typer.Option(help="Bits per word of synthetic prompts.")] = 8.0,
     turns: Annotated[int, typer.Option(help="Turns of each agent session.")] = 10,
     think: Annotated[float, typer.Option(help="Seconds between a reply and the next turn.")] = 0.0,
@@ -122,9 +130,7 @@ def bench_serve(
     model: Annotated[
         str, typer.Option(help="Name in the requests; by default the first that is served.", show_default=False)
     ] = "",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
-    ] = None,
+    api_key: SentKey = None,
     extra: Annotated[
         str, typer.Option(help='Further fields of each request, as a JSON object, e.g. {"ignore_eos": true}.')
     ] = "{}",
@@ -210,16 +216,10 @@ def bench_pareto(
     concurrency: Annotated[str, typer.Option(help="Users at a time to sweep.")] = "1,2,4,8",
     sessions_per_user: Annotated[int, typer.Option(help="Requests of each user.")] = 4,
     prompts: Annotated[str, typer.Option(help="As for bench serve.")] = "held-out",
-    input_tokens: Annotated[
-        int | None, typer.Option(help="About so long a prompt (4 characters a token).", show_default=False)
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="By default the server's own.", show_default=False)
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_default=False)
-    ] = None,
+    input_tokens: PromptTokens = None,
+    max_tokens: ReplyTokens = 128,
+    temperature: ServersTemperature = None,
+    api_key: SentKey = None,
     model: options.Model = None,
     device: options.Device = "auto",
     threads: options.Threads = None,

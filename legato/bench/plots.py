@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -18,6 +19,7 @@ from legato.config import ConfigError
 
 try:
     import matplotlib
+    import matplotlib.dates
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -26,6 +28,12 @@ except ImportError as error:  # the extra is not installed: say so where a pictu
     raise ConfigError("pictures need matplotlib: pip install 'legato[plots]'") from error
 
 COLOURS = ("#3564c4", "#c4553b", "#3a8f5c", "#8a5fb0", "#b58a2c", "#4f9fb5", "#6b6b6b", "#c76a9b")
+LONGEST_BAR = 3.0
+"""Times the iteration as it is; longer bars are cut there, hatched."""
+MOST_CURVES = 8
+"""In a panel of the history."""
+History = tuple[str, Sequence[tuple[str, float]]]
+"""A name, and what was measured when."""
 _STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -99,8 +107,8 @@ def isl(lines: Sequence[Line]) -> Figure:
         axes[1].plot(x, [line["accept_length"] for line in own], "o-", color=colour)
         axes[2].plot(x, [line["tokens_per_s"] for line in own], "o-", color=colour)
     for axis, title in zip(axes, ("ms per iteration", "accept length", "tokens/s, one user"), strict=True):
-        axis.set(xscale="log", xlabel="tokens of the prompt")
-        axis.set_xscale("log", base=2)
+        _context_axis(axis)
+        axis.set(xlabel="tokens of the prompt")
         axis.set_ylim(bottom=0)
         axis.set_title(title, loc="left", fontsize=10)
     axes[0].legend(fontsize=8)
@@ -111,10 +119,10 @@ def share(lines: Sequence[Line]) -> list[Figure]:
     """One rank's share: over the context where that varies, one user against all users where their number does, and bars for
     figures of which nothing else varies."""
     contexts, users, rest = list[Line](), list[Line](), list[Line]()
-    for _, of_one in _by_name(lines, _share_name):
+    for _, of_one in _by_name(lines, share_name):
         varies = len({line["context"] for line in of_one}) > 1
         (contexts if varies else rest).extend(of_one)
-    for _, of_one in _by_name(rest, lambda line: f"{_share_name(line, 'users')} {line['context']}"):
+    for _, of_one in _by_name(rest, lambda line: f"{share_name(line, 'users')} {line['context']}"):
         if len({line["batch"] for line in of_one}) > 1:
             users += of_one
     rest = [line for line in rest if line not in users]
@@ -134,10 +142,10 @@ def share_bars(lines: Sequence[Line]) -> Figure:
         axis.annotate(
             f" {milliseconds:.2f}", (milliseconds, number), xytext=(2, -3), textcoords="offset points", fontsize=8
         )
-        names.append(f"{_share_name(line)}, {line['context']:,}")
+        names.append(f"{share_name(line)}, {line['context']:,}")
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set_xlim(0, 1.15 * max(line["median_us"] for line in lines) / 1e3)
-    axis.set_title("ms per iteration (dark: what its bytes need)", loc="left", fontsize=10)
+    figure.suptitle("ms per iteration (dark: what its bytes need)", x=0.01, ha="left", fontsize=10)
     axis.grid(axis="y", visible=False)
     return figure
 
@@ -146,7 +154,7 @@ def share_by_context(lines: Sequence[Line]) -> Figure:
     """Iteration time over the context, the bytes' floor dashed, and tokens/s where an accept length was given."""
     has_tokens = all("tokens_per_s_simulated" in line for line in lines)
     figure, axes = _new(1 + has_tokens, height=4.6)
-    for colour, (name, points) in zip(_cycle(), _by_name(lines, _share_name), strict=False):
+    for colour, (name, points) in zip(_cycle(), _by_name(lines, share_name), strict=False):
         points = sorted(points, key=lambda line: line["context"])
         x = [line["context"] for line in points]
         axes[0].plot(x, [line["median_us"] / 1e3 for line in points], "o-", color=colour, label=name)
@@ -171,7 +179,7 @@ def share_by_users(lines: Sequence[Line]) -> Figure:
     """Tokens/s of all users per GPU against tokens/s of one, for the accept length that was given; without one, iterations/s."""
     has_tokens = all("tokens_per_s_simulated" in line for line in lines)
     figure, (axis,) = _new(height=5)
-    for colour, (name, points) in zip(_cycle(), _by_name(lines, lambda line: _share_name(line, "users")), strict=False):
+    for colour, (name, points) in zip(_cycle(), _by_name(lines, lambda line: share_name(line, "users")), strict=False):
         points = sorted(points, key=lambda line: line["batch"])
         tokens = [line["accept_length"] if has_tokens else 1.0 for line in points]
         for key, style in (("median_us", "o-"), ("floor_us", "--")):
@@ -202,12 +210,14 @@ def share_by_users(lines: Sequence[Line]) -> Figure:
 def _context_axis(axis: Any) -> None:
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(
-        lambda tokens, _: f"{tokens / 1024:g}K" if tokens < 1 << 20 else f"{tokens / 2**20:g}M"
+        lambda tokens, _: (
+            f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}K" if tokens < 1 << 20 else f"{tokens / 2**20:g}M"
+        )
     )
     axis.set(xlabel="tokens of context")
 
 
-def _share_name(line: Line, varied: str = "") -> str:
+def share_name(line: Line, varied: str = "") -> str:
     """What tells a curve from the others: format, ranks, drafts, users, experts."""
     case = line["case"]
     words = [str(case.get("format", "")).upper(), f"TP {case['tp']}", f"{case['layers']} layers", f"K = {line['k']}"]
@@ -230,15 +240,16 @@ def ablate(lines: Sequence[Line]) -> Figure:
     steps = [line for line in lines if line.get("draft_step_us")]
     figure, axes = _new(1 + bool(steps), height=max(3.4, 0.34 * len(lines) + 1))
     shown = [line for line in lines if line["implementation"] != "as it is"][::-1]
+    longest = min(LONGEST_BAR, max((line["times"] for line in shown), default=1.0))
     for number, line in enumerate(shown):
-        colour = COLOURS[0 if line["times"] >= 1 else 2]
-        axes[0].barh(number, line["times"] - 1, left=1, color=colour)
+        colour, end = COLOURS[0 if line["times"] >= 1 else 2], min(line["times"], longest)
+        axes[0].barh(number, end - 1, left=1, color=colour, hatch="//" if line["times"] > longest else None)
         label = f" {line['times']:.2f} ({line['median_us'] / 1e3:.2f} ms)"
-        axes[0].annotate(label, (max(line["times"], 1), number), xytext=(3, -3), textcoords="offset points", fontsize=8)
+        axes[0].annotate(label, (max(end, 1), number), xytext=(3, -3), textcoords="offset points", fontsize=8)
     names = [f"{line['decision']}: {line['implementation']}, {line['context']:,}" for line in shown]
     axes[0].set_yticks(range(len(shown)), names, fontsize=8)
     axes[0].axvline(1, color="#1d2330", linewidth=1)
-    axes[0].set_xlim(0, 1.25 * max((line["times"] for line in shown), default=1.0))
+    axes[0].set_xlim(0, 1.3 * longest)
     axes[0].set_title("times the iteration as it is (1.00)", loc="left", fontsize=10)
     axes[0].grid(axis="y", visible=False)
     if steps:
@@ -339,16 +350,27 @@ def _ratios(lines: Sequence[Line], first: str, key: str) -> dict[str, dict[int, 
     return found
 
 
-def timeline(series: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Figure:
-    """Named series of (date, value), each relative to its first value."""
-    figure, (axis,) = _new(height=5)
-    for colour, (name, points) in zip(_cycle(), series, strict=False):
-        first = points[0][1]
-        x = matplotlib.dates.date2num([point[0] for point in points])  # pyright: ignore
-        axis.plot(x, [value / first for _, value in points], "o-", color=colour, label=name)
-    axis.xaxis_date()
-    axis.set(ylabel="times the first measurement", yscale="log")
-    axis.legend(fontsize=8)
+def timeline(whole: Sequence[History], parts: Sequence[History]) -> Figure:
+    """The history of figures, (date, microseconds) each: milliseconds of iterations of a whole rank, and of everything else how
+    many times as fast it is as at first; the first `MOST_CURVES` of either."""
+    figure, axes = _new(2, height=6.4)
+    panels = (
+        (axes[0], whole, "ms per iteration of one rank (down is better)", lambda us, _: us / 1e3),
+        (axes[1], parts, "times as fast as at first (up is better)", lambda us, first: first / us),
+    )
+    for axis, series, title, value in panels:
+        for colour, (name, points) in zip(_cycle(), series[:MOST_CURVES], strict=False):
+            x = [datetime.fromisoformat(date).replace(tzinfo=None) for date, _ in points]
+            y = [value(us, points[0][1]) for _, us in points]
+            axis.plot(x, y, "o-", color=colour, markersize=4, label=f"{name}: {y[0]:.3g} to {y[-1]:.3g}")
+        if series:
+            dates = matplotlib.dates.ConciseDateFormatter(axis.xaxis.get_major_locator())  # pyright: ignore
+            axis.xaxis.set_major_formatter(dates)
+            axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(-0.05, -0.12))
+        rest = max(0, len(series) - MOST_CURVES)
+        axis.set(xlabel="UTC")
+        axis.set_ylim(bottom=0)
+        axis.set_title(title + (f"; {rest} more in the table" if rest else ""), loc="left", fontsize=10)
     return figure
 
 

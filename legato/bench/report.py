@@ -12,23 +12,25 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from legato.bench import plots
-from legato.bench.lines import Line, of
+from legato.bench import plots, verdicts
+from legato.bench.lines import Line, latest, of
 
 _STYLE = """
 :root { color-scheme: light; --ink: #1d2330; --soft: #5d6677; --line: #e2e5ea; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 64rem; margin: 2.5rem auto; padding: 0 1.2rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 72rem; margin: 2.5rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .2rem } h2 { font-size: 1.2rem; margin: 2.6rem 0 .4rem }
-p { max-width: 46rem } .soft { color: var(--soft) } svg { max-width: 100%; height: auto }
+h3 { font-size: 1.05rem; margin: 2rem 0 .4rem }
+p, li { max-width: 54rem } .soft { color: var(--soft) } svg { max-width: 100%; height: auto }
 table { border-collapse: collapse; font-size: 13px; margin: .8rem 0; display: block; overflow-x: auto }
-th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap }
+th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: bottom }
+td { white-space: nowrap; vertical-align: top } td.words { white-space: normal; min-width: 7rem; max-width: 24rem }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums } code { font-size: 12px }
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """How one benchmark is shown: what the picture says, the columns of its table, and what it does not show."""
+    """How one benchmark is shown: what the picture says, the columns of its table, what it does not show, what it comes to."""
 
     bench: str
     title: str
@@ -36,6 +38,7 @@ class Section:
     limits: str
     draw: Callable[[Sequence[Line]], Figure | list[Figure]]
     columns: tuple[tuple[str, Callable[[Line], Any]], ...]
+    verdict: Callable[[Sequence[Line]], Sequence[str]] = lambda lines: ()
 
 
 def _ms(kind: str, quantile: str) -> Callable[[Line], Any]:
@@ -71,6 +74,7 @@ SECTIONS = (
             ("median TTFT, ms", _ms("ttft", "p50")),
             ("failed", lambda line: line["summary"]["failed"]),
         ),
+        verdicts.pareto,
     ),
     Section(
         "isl",
@@ -89,6 +93,7 @@ SECTIONS = (
             ("tokens/s", lambda line: line["tokens_per_s"]),
             ("first token, s", lambda line: line["prefill_s"]),
         ),
+        verdicts.isl,
     ),
     Section(
         "slice",
@@ -102,6 +107,7 @@ SECTIONS = (
             ("model", lambda line: line["name"]),
             ("format", lambda line: line["case"].get("format", "as stored")),
             ("drafts", lambda line: line["case"].get("drafts")),
+            ("dense", lambda line: line["case"].get("dense", "stored")),
             ("TP", lambda line: line["case"]["tp"]),
             ("layers", lambda line: line["case"]["layers"]),
             ("K", lambda line: line["k"]),
@@ -114,6 +120,7 @@ SECTIONS = (
             ("accept length", _accept),
             ("tokens/s, simulated", lambda line: line.get("tokens_per_s_simulated_with_exchanges")),
         ),
+        lambda lines: verdicts.share(lines, plots.share_name),
     ),
     Section(
         "ablate",
@@ -131,6 +138,7 @@ SECTIONS = (
             ("draft step, us", lambda line: line["draft_step_us"]),
             ("published", lambda line: line["claim"]),
         ),
+        verdicts.ablate,
     ),
     Section(
         "serve",
@@ -165,7 +173,7 @@ SECTIONS = (
             ("op", lambda line: line["name"]),
             ("implementation", lambda line: line["implementation"]),
             ("case", lambda line: " ".join(f"{key}={value}" for key, value in line["case"].items())),
-            ("us", lambda line: line["median_us"]),
+            ("us", lambda line: line.get("median_us")),
             ("% of roofline", lambda line: line.get("roofline_percent")),
             ("right", lambda line: {True: "yes", False: "no", None: "-"}[line.get("correct")]),
         ),
@@ -182,16 +190,22 @@ def page(lines: Sequence[Line]) -> str:
         f"<p class=soft>{_summary(lines)}</p>",
     ]
     for section in SECTIONS:
-        own = of(lines, section.bench)
-        if own:
-            parts += _section(section, own)
+        measured = of(lines, section.bench)
+        if measured:
+            parts.append(f"<h2>{_text(section.title)}</h2><p>{_text(section.reading)}</p>")
+        machines = sorted({_machine(line) for line in measured})
+        for machine in machines:
+            here = [line for line in measured if _machine(line) == machine]
+            own = here if section.bench == "serve" else latest(here)
+            parts += [f"<h3>{_text(machine)}</h3>"] if len(machines) > 1 else []
+            parts += _section(section, own, len(here) - len(own))
     others = sorted({str(line["bench"]) for line in lines} - {section.bench for section in SECTIONS})
     if others:
         parts.append(f"<p class=soft>Not shown here: {_text(', '.join(others))}.</p>")
     return "\n".join(parts) + "\n</html>\n"
 
 
-def _section(section: Section, lines: Sequence[Line]) -> list[str]:
+def _section(section: Section, lines: Sequence[Line], num_earlier: int) -> list[str]:
     conditions: list[tuple[str, Callable[[Line], Any]]] = [
         ("machine", _machine),
         ("commit", _commit),
@@ -207,18 +221,26 @@ def _section(section: Section, lines: Sequence[Line]) -> list[str]:
         if simulated
         else ""
     )
+    verdict = "".join(f"<li>{_text(sentence)}</li>" for sentence in section.verdict(lines))
+    earlier = f"<p class=soft>{num_earlier} earlier measurements of the same figures are left out.</p>"
     drawn = section.draw(lines)
     return [
-        f"<h2>{_text(section.title)}</h2><p>{_text(section.reading)}</p>{warning}",
+        warning,
+        f"<p><strong>In short</strong></p><ul>{verdict}</ul>" if verdict else "",
         *map(plots.svg, drawn if isinstance(drawn, list) else [drawn]),
         _table(section, lines),
+        earlier if num_earlier else "",
         f"<p class=soft>What it does not show: {_text(section.limits)}</p>",
         f"<details><summary class=soft>Conditions</summary><table><tr>{head}</tr>{rows}</table></details>",
     ]
 
 
 def _table(section: Section, lines: Sequence[Line]) -> str:
-    head = "".join(f"<th class=number>{_text(name)}</th>" for name, _ in section.columns)
+    words = [any(isinstance(value(line), str) for line in lines) for _, value in section.columns]
+    head = "".join(
+        f"<th{'' if wordy else ' class=number'}>{_text(name)}</th>"
+        for (name, _), wordy in zip(section.columns, words, strict=True)
+    )
     rows: list[str] = []
     for line in lines:
         cells = [_cell(value(line)) for _, value in section.columns]
@@ -231,7 +253,8 @@ def _cell(value: Any) -> str:
         text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
     else:
         text = "-" if value is None else str(value)
-    return f"<td class=number>{_text(text)}</td>"
+    kind = "words" if isinstance(value, str) and len(value) > 24 else "word" if isinstance(value, str) else "number"
+    return f"<td class={kind}>{_text(text)}</td>"
 
 
 def _machine(line: Line) -> str:

@@ -1,23 +1,31 @@
 """The project's own history: every figure that was recorded more than once, from the first record to the last.
 
-Owns what counts as the same figure. Reads `records/`, measures nothing. Called by `legato bench timeline`.
+Owns which figures have a history. Reads `records/`, measures nothing. Called by `legato bench timeline`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from legato.bench.lines import Line
+from legato.bench.lines import Line, figure_of
+
+_NO_SPEED = ("ablate", "soak")
+"""Benchmarks whose times are of something taken away, or of how long they were asked to run."""
+_TEN_MINUTES = len("2026-11-30T06:1")
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One figure over time: `points` are (date, commit, microseconds), ascending, the best of each commit."""
+    """One figure over time: `points` are (date, commit, microseconds), ascending, the best of each commit and ten minutes."""
 
     name: str
     points: tuple[tuple[str, str, float], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is an iteration of a whole rank, which is what users feel."""
+        return self.name.startswith("slice ")
 
     @property
     def speedup(self) -> float:
@@ -26,27 +34,24 @@ class Series:
 
 
 def series(lines: Sequence[Line]) -> list[Series]:
-    """Figures with a time, the same when benchmark, name and case are the same on the same machine; whatever the implementation:
-    a faster one is what is being looked for. Wrong results are left out. Largest gain first."""
-    found: dict[tuple[str, ...], dict[str, tuple[str, str, float]]] = {}
+    """Figures with a time, the same when benchmark, name, case and conditions are the same on the same machine; whatever the
+    implementation: a faster one is what is being looked for. Wrong results are left out. Iterations of a whole rank first,
+    then the largest gain."""
+    found: dict[tuple[str, str], dict[tuple[str, str], tuple[str, str, float]]] = {}
     for line in lines:
         time = line.get("median_us")
         if (
             not isinstance(time, int | float)
             or line.get("correct") is False
             or "request" in line
+            or line["bench"] in _NO_SPEED
             or not line.get("date")
         ):
             continue
-        case = json.dumps(line.get("case"), sort_keys=True)
-        k = "" if line.get("k") is None else f"K = {line['k']}"
-        key = (str(line["bench"]), str(line.get("name")), case, k, str(line.get("gpu")))
         commit, date = str(line.get("commit"))[:12], str(line["date"])
-        by_commit = found.setdefault(key, {})
-        if commit not in by_commit or time < by_commit[commit][2]:
-            by_commit[commit] = (date, commit, float(time))
-    rows = [
-        Series(" ".join(part for part in key[:4] if part), tuple(sorted(points.values())))
-        for key, points in found.items()
-    ]
-    return sorted((row for row in rows if len(row.points) > 1), key=lambda row: -row.speedup)
+        by_run = found.setdefault((figure_of(line), str(line.get("gpu") or line.get("cpu"))), {})
+        run = date[:_TEN_MINUTES], commit
+        if run not in by_run or time < by_run[run][2]:
+            by_run[run] = (date, commit, float(time))
+    rows = [Series(name, tuple(sorted(points.values()))) for (name, _), points in found.items()]
+    return sorted((row for row in rows if len(row.points) > 1), key=lambda row: (not row.is_whole, -row.speedup))

@@ -144,16 +144,20 @@ def bench_isl(config: Config, lengths: Sequence[int], output_tokens: int, path: 
 def bench_timeline(paths: Sequence[Path]) -> list[timeline.Series]:
     """The table of figures that were recorded more than once, largest gain first."""
     console = Console()
-    found = timeline.series(lines.read(paths))
+    found = timeline.series(lines.read(paths, lambda left_out: console.print(left_out, style="dim", highlight=False)))
     if not found:
         console.print("No figure has been recorded twice yet: there is no history to show.")
         return found
-    table = Table("figure", "from", "us", "to", "us", "times", box=None)
+    table = Table("figure", "first", "us", "last", "us", "times as fast", box=None)
     for row in found:
         (first, _, before), (last, _, now) = row.points[0], row.points[-1]
-        table.add_row(row.name, first[:10], f"{before:.1f}", last[:10], f"{now:.1f}", f"{row.speedup:.2f}")
+        table.add_row(row.name, _when(first), f"{before:.1f}", _when(last), f"{now:.1f}", f"{row.speedup:.2f}")
     console.print(table)
     return found
+
+
+def _when(date: str) -> str:
+    return date[:16].replace("T", " ")
 
 
 def _number(value: float) -> str:

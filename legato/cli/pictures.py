@@ -47,15 +47,19 @@ def ablate(found: Sequence[Line], path: Path) -> None:
 
 
 def timeline(found: Sequence[Series], path: Path) -> None:
-    """Speed relative to each figure's first record."""
+    """What became of each figure since its first record."""
     if found:
-        rows = [(row.name, [(date, 1 / us) for date, _, us in row.points]) for row in found]
-        _save(plots.timeline(rows), path)
+        whole, parts = ([_history(row) for row in found if row.is_whole is wanted] for wanted in (True, False))
+        _save(plots.timeline(whole, parts), path)
+
+
+def _history(row: Series) -> plots.History:
+    return row.name.removeprefix("slice "), [(date, us) for date, _, us in row.points]
 
 
 def write_report(paths: Sequence[Path], destination: Path) -> None:
     """The page over every line of the files and folders."""
-    found = read(paths)
+    found = read(paths, lambda left_out: _CONSOLE.print(left_out, style="dim", highlight=False))
     destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(report.page(found), encoding="utf-8")
     _CONSOLE.print(f"{destination}: {len(found)} lines", highlight=False)

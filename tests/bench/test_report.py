@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legato.bench import lines, timeline
+from legato.bench import lines, timeline, verdicts
 from legato.bench.load.prompts import Source
 from legato.bench.load.run import Load
 from legato.bench.pareto import Point, Sweep, bound, measure
@@ -49,6 +49,54 @@ def test_damaged_records_are_named(tmp_path: Path, text: str, message: str) -> N
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         lines.read([path])
+
+
+def test_lines_of_a_folder_that_are_no_measurements_are_named(tmp_path: Path) -> None:
+    written(tmp_path / "x.jsonl", [{"margin": 1}, figure(1.0, "c", "d")])
+    told: list[str] = []
+    assert [line["median_us"] for line in lines.read([tmp_path], told.append)] == [1.0]
+    assert told == [f"{tmp_path / 'x.jsonl'}: 1 of 2 lines left out: they do not say which bench"]
+
+
+def test_the_same_figure_measured_again_replaces_the_earlier_one() -> None:
+    case = {"tp": 8, "rank": 0, "weights": "dummy"}
+    old = figure(9.0, "a", "2026-01-01", bench="slice", case=case, context=8192, distinct_experts=44.0)
+    new = {**old, "median_us": 7.0, "date": "2026-01-02", "case": {**case, "drafts": "stored"}, "distinct_experts": 44}
+    lean = {**old, "case": {**case, "drafts": "lean"}}
+    longer = {**old, "context": 80_000}
+    assert lines.latest([old, new, lean, longer]) == [new, lean, longer]
+    (history,) = timeline.series([old, new, lean, longer])
+    assert [us for _, _, us in history.points] == [9.0, 7.0] and history.is_whole
+
+
+def test_what_measurements_come_to_is_said_in_words() -> None:
+    def point(k: int, users: int, one: float, of_all: float) -> dict[str, Any]:
+        return {"k": k, "case": {"concurrency": users}, "user_tokens_per_s": one, "tokens_per_s_per_device": of_all}
+
+    points = [point(0, 1, 20.0, 20.0), point(3, 1, 30.0, 30.0), point(0, 4, 9.0, 36.0), point(3, 4, 8.0, 32.0)]
+    assert verdicts.pareto(points) == [
+        "1 user: K = 3 is fastest for each, 30 tokens/s, 1.50 times K = 0.", "4 users: K = 0 is most in all, 36 tokens/s.",
+    ]  # fmt: skip
+    case = {"tp": 8, "layers": 78}
+    common = {"case": case, "k": 5, "batch": 1, "distinct_experts": 44}
+    found = [{**common, "name": name, "context": context, "median_us": us} for name, context, us in (
+        ("four bits", 1024, 7000.0), ("four bits", 8192, 8000.0), ("eight bits", 8192, 10000.0),
+    )]  # fmt: skip
+    assert verdicts.share(found, lambda line: line["name"]) == [
+        "Of 2 measured alike, four bits is fastest: 1.25 times as fast as eight bits.",
+        "four bits: from 1,024 to 8,192 tokens an iteration goes from 7.00 to 8.00 ms (1.14 times).",
+    ]
+    taken = [
+        ("overlap", "settled first", 1.1),
+        ("one graph", "three graphs", 1.01),
+        ("draft weights", "fewer bits", 0.9),
+    ]
+    ablated = [{"decision": decision, "implementation": name, "times": times} for decision, name, times in taken]
+    assert verdicts.ablate(ablated) == [
+        "What pays: overlap (settled first: 1.10 times as long).",
+        "No difference within 2 %: three graphs.",
+        "Faster than as it is: fewer bits (0.90 times as long).",
+    ]
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
@@ -137,7 +185,9 @@ def test_speed_is_compared_case_by_case_and_wrong_results_are_left_out() -> None
         times = {"median_us": us, "isolated_us": 2 * us, "correct": correct}
         return {"name": "linear", "implementation": implementation, "case": case, **times}
 
-    found = [line("ours", rows, 2.0) for rows in (1, 2, 4, 8)] + [line("theirs", rows, 3.0 * rows) for rows in (1, 2, 4)]
+    found = [line("ours", rows, 2.0) for rows in (1, 2, 4, 8)] + [
+        line("theirs", rows, 3.0 * rows) for rows in (1, 2, 4)
+    ]
     found += [line("theirs", 8, 0.1, correct=False), line("theirs", 16, 5.0)]
     chain, alone = plots.speed_up(found).axes
     for axis in (chain, alone):

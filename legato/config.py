@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Literal
 
 LatentFormat = Literal["auto", "float32", "bfloat16", "fp8"]
-DraftWeightsName = Literal["stored", "lean"]
 DenseFormatName = Literal["stored", "fp8"]
 IndexFormat = Literal["auto", "float32", "fp8"]
 DType = Literal["auto", "float32", "bfloat16"]
@@ -72,7 +71,8 @@ class ExecutionConfig:
     index scores, which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a
     CPU, 1 GiB on a GPU. `tensor_parallel` ranks share the model, each on a GPU of its own (on a CPU: in a process of its own);
     `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up. `draft_weights`: the MTP
-    layer as stored, or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8 (no token changes).
+    layer as stored, or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8; or savings by name (see
+    `legato.model.lean`; no token changes).
     `dense_format`: weights of attention, dense layers and shared experts as stored, or those that are unquantised in "fp8" (in
     blocks of 128x128, at load; tokens may change)."""
 
@@ -86,7 +86,7 @@ class ExecutionConfig:
     score_bytes: int | None = None
     tensor_parallel: int = 1
     rank_patience: float = 3.0
-    draft_weights: DraftWeightsName = "stored"
+    draft_weights: str = "stored"
     dense_format: DenseFormatName = "stored"
 
 
@@ -179,7 +179,7 @@ class Resolved:
     score_bytes: int = CPU_SCORE_BYTES
     max_waiting: int | None = None
     verify_speculation: float = 0.0
-    draft_weights: DraftWeightsName = "stored"
+    draft_weights: str = "stored"
     dense_format: DenseFormatName = "stored"
     draft_threshold: float = 0.0
     slowdown: float = 0.0

@@ -5,6 +5,7 @@ Owns the choice of layers and the count of bytes behind the floor. Times nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,9 @@ from legato.bench.roofline import Traffic, traffic_of
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.convert import Target
 from legato.model.dummy import Recipe, dummy_weights, rerouted, router_spread
+from legato.model.footprint import bytes_per_rank
 from legato.model.inventory import survey
-from legato.model.names import Group, Kind, expected
+from legato.model.names import Group, Kind, expected, layer_prefix
 from legato.model.requantization import AS_STORED, Requantization
 from legato.model.spec import ModelSpec, SpecError
 from legato.model.weights import GlmWeights, MoeWeights, Residency, load_weights
@@ -106,4 +108,12 @@ def _traffic(
     inside = any(isinstance(layer.mlp, MoeWeights) and layer.mlp.shared is None for layer in weights.layers)
     kept = (Group.SHARED_EXPERT,) if inside else ()  # the launch of the experts holds it as stored
     found = traffic_of(spec, again.formats(formats, spec, kept), mesh.size)
+    if weights.mtp is not None:
+        name = f"{layer_prefix(spec.num_layers)}eh_proj"
+        entry = next(entry for entry in expected(spec) if entry.name == name)
+        stored, projection = bytes_per_rank(entry, formats[name], mesh.size), weights.mtp.eh_proj.weight
+        elements = projection.out_features * projection.in_features
+        is_dense = projection.format is Format.DENSE
+        now = stored * elements // math.prod(entry.shape) if is_dense else projection.nbytes
+        found = replace(found, mtp=found.mtp - stored + now)
     return found if weights.draft_head is None else replace(found, draft_head=weights.draft_head.nbytes)

@@ -19,7 +19,6 @@ from legato.config import (
     Config,
     ConfigError,
     DenseFormatName,
-    DraftWeightsName,
     DType,
     ExecutionConfig,
     IndexFormat,
@@ -68,7 +67,6 @@ class EngineFlags:
             ConfigError: a value is out of range, or an override is not of the form OP=NAME.
         """
         latent: LatentFormat = self.latent
-        draft_weights: DraftWeightsName = self.draft_weights
         dense_format: DenseFormatName = self.dense_format
         index: IndexFormat = self.index
         dtype: DType = self.dtype
@@ -89,7 +87,7 @@ class EngineFlags:
                 threads=self.threads,
                 tensor_parallel=self.tensor_parallel,
                 rank_patience=self.rank_patience,
-                draft_weights=draft_weights,
+                draft_weights=self.draft_weights,
                 dense_format=dense_format,
                 ops=overrides(self.op or []),
                 score_bytes=None if self.score_budget is None else self.score_budget << 20,

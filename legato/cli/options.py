@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from legato.config import DenseFormatName, DraftWeightsName, DType, IndexFormat, LatentFormat, Switch
+from legato.config import DenseFormatName, DType, IndexFormat, LatentFormat, Switch
 
 
 def drafts_named(value: str) -> int | str:
@@ -60,9 +60,10 @@ Context = Annotated[
 Latent = Annotated[LatentFormat, typer.Option(help="Format of the latent cache.", rich_help_panel=ENGINE)]
 Index = Annotated[IndexFormat, typer.Option(help="Format of the index keys.", rich_help_panel=ENGINE)]
 DraftWeights = Annotated[
-    DraftWeightsName,
+    str,
     typer.Option(
-        help="Of the MTP layer: stored, or lean (experts in NVFP4, input projection and head in FP8; no token changes).",
+        help="Of the MTP layer: stored, lean, or what is made smaller, with commas: experts, projection, table, split, head, "
+        "vocabulary=N or =FILE (no token changes).",
         rich_help_panel=ENGINE,
     ),
 ]

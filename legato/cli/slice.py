@@ -247,7 +247,7 @@ def share_of(asked: Asked, listed: Sequence[Work], device: torch.device) -> Shar
         raise ConfigError(f"--dims must be one of {', '.join(DIMENSIONS)}, got {asked.dims!r}")
     if asked.format not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {asked.format!r}")
-    again = Requantization(DraftWeights(asked.drafts), DenseFormat(asked.dense))
+    again = Requantization(DraftWeights.parse(asked.drafts), DenseFormat(asked.dense))
     try:
         mesh = Mesh(asked.rank, asked.tp)
     except ValueError as error:

@@ -109,7 +109,7 @@ def load_rank(
         resident=Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE,
         progress=progress,
         mesh=mesh,
-        again=Requantization(DraftWeights(settings.draft_weights), DenseFormat(settings.dense_format)),
+        again=Requantization(DraftWeights.parse(settings.draft_weights), DenseFormat(settings.dense_format)),
     )
     return Loaded(spec, weights, settings)
 

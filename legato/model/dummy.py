@@ -101,6 +101,10 @@ class DummyReader:
         entry = self._entries[module]
         return DenseWeight(self._matrix(entry, num_rows, entry.shape[1]))
 
+    def rows(self, module: str, ids: tuple[int, ...]) -> Weight:
+        entry = self._entries[module]
+        return DenseWeight(self._matrix(entry, len(ids), entry.shape[1]))
+
     def experts(self, prefix: str, num_experts: int) -> Experts:
         names = [f"{prefix}0.{part}_proj" for part in ("gate", "up", "down")]
         entries = [self._entries[name] for name in names]
@@ -174,7 +178,7 @@ def dummy_weights(
     """
     reader = DummyReader(spec, mesh, recipe, torch.device(device), dtype)
     formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
-    return assemble(spec, reader, reader.head_rows(), again.drafts, finish_of(again.dense, formats))
+    return assemble(spec, reader, reader.head_rows(), mesh, again.drafts, finish_of(again.dense, formats))
 
 
 def rerouted(weights: GlmWeights, spec: ModelSpec, mesh: Mesh, recipe: Recipe) -> GlmWeights:

@@ -1,4 +1,4 @@
-"""Drafts from fewer bits: the MTP layer's large weights quantised again at load.
+"""Drafts from fewer bytes: the MTP layer's large weights made smaller at load, and what drafts choose among.
 
 Owns which weights and into what. The target verifies every draft, so no token changes; how many drafts it accepts may. Must not
 know files or layers. Called by `legato.model.weights`.
@@ -6,31 +6,94 @@ know files or layers. Called by `legato.model.weights`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
+from legato.config import ConfigError
 from legato.model.names import layer_prefix
 from legato.model.reader import WeightSource
 from legato.model.spec import ModelSpec
+from legato.ops import rms_norm
+from legato.parallel.mesh import Mesh
 from legato.quant.dense import DenseExperts, DenseWeight, Triple
 from legato.quant.formats import NVFP4_GROUP, Format
 from legato.quant.fp8_block import quantize_fp8_block
 from legato.quant.nvfp4 import Nvfp4Experts, quantize_nvfp4
 from legato.quant.weight import Experts, Weight
 
+_TABLE_ROWS = 1 << 13
+"""Tokens whose part of the table is made at once."""
 
-class DraftWeights(Enum):
-    """STORED: the MTP layer as the checkpoint has it. LEAN: its routed experts in NVFP4; its input projection and the copy of
-    the output head that drafts use in FP8 blocks."""
 
-    STORED = "stored"
-    LEAN = "lean"
+class Saving(Enum):
+    """EXPERTS: the MTP layer's routed experts in NVFP4. PROJECTION: its input projection (what is left of it as a matrix) in FP8
+    blocks. TABLE: what the projection makes of a token's embedding, as a table over the vocabulary. SPLIT: the projection's rows
+    split over the ranks. HEAD: the copy of the output head that drafts use in FP8 blocks."""
+
+    EXPERTS = "experts"
+    PROJECTION = "projection"
+    TABLE = "table"
+    SPLIT = "split"
+    HEAD = "head"
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """What of the drafts' weights is made smaller, and the ids that drafts choose among (none: the whole vocabulary)."""
+
+    savings: frozenset[Saving] = frozenset()
+    vocabulary: tuple[int, ...] = ()
+
+    STORED: ClassVar[DraftWeights]
+    LEAN: ClassVar[DraftWeights]
+
+    @classmethod
+    def parse(cls, text: str) -> DraftWeights:
+        """ "stored", "lean", or savings by name with commas between them; "vocabulary=N" for the N lowest ids, or
+        "vocabulary=FILE" for those of a JSON array, may follow either.
+
+        Raises:
+            ConfigError: a word is none of these, or the file holds no such array.
+        """
+        savings: set[Saving] = set()
+        vocabulary: tuple[int, ...] = ()
+        named = {saving.value: frozenset((saving,)) for saving in Saving}
+        named |= {"stored": cls.STORED.savings, "lean": cls.LEAN.savings}
+        for word in text.split(","):
+            name, _, value = word.strip().partition("=")
+            if name == "vocabulary" and value:
+                vocabulary = tuple(range(int(value))) if value.isdecimal() else _ids_in(Path(value))
+            elif word.strip() in named:
+                savings |= named[word.strip()]
+            else:
+                raise ConfigError(
+                    f"draft weights: {word!r} is none of {', '.join(named)}, vocabulary=N, vocabulary=FILE"
+                )
+        return cls(frozenset(savings), vocabulary)
+
+
+DraftWeights.STORED = DraftWeights()
+DraftWeights.LEAN = DraftWeights(frozenset((Saving.EXPERTS, Saving.PROJECTION, Saving.HEAD)))
+
+
+def _ids_in(path: Path) -> tuple[int, ...]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"draft weights: vocabulary={path} cannot be read: {error}") from error
+    if not isinstance(found, list) or not found or not all(isinstance(one, int) and one >= 0 for one in found):
+        raise ConfigError(f"draft weights: vocabulary={path} is no JSON array of token ids")
+    return tuple(sorted(set(found)))
 
 
 class LeanSource:
-    """A source of weights whose MTP layer is lean; everything else comes through unchanged."""
+    """A source of weights whose MTP layer has its experts in NVFP4; everything else comes through unchanged."""
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
         self.dtype = source.dtype
@@ -40,8 +103,7 @@ class LeanSource:
         return self._source.float_tensor(name, dtype)
 
     def linear(self, module: str) -> Weight:
-        weight = self._source.linear(module)
-        return lean_linear(weight) if module == f"{self._mtp}eh_proj" else weight
+        return self._source.linear(module)
 
     def joined(self, modules: list[str]) -> Weight:
         return self._source.joined(modules)
@@ -52,20 +114,87 @@ class LeanSource:
     def head(self, module: str, num_rows: int) -> Weight:
         return self._source.head(module, num_rows)
 
+    def rows(self, module: str, ids: tuple[int, ...]) -> Weight:
+        return self._source.rows(module, ids)
+
     def experts(self, prefix: str, num_experts: int) -> Experts:
         experts = self._source.experts(prefix, num_experts)
         return lean_experts(experts) if prefix.startswith(self._mtp) else experts
 
 
-def lean_formats(formats: Mapping[str, Format], spec: ModelSpec) -> dict[str, Format]:
-    """The formats of linears by name, those of a lean MTP layer in place of the stored ones."""
-    mtp = layer_prefix(spec.num_layers)
+@dataclass(frozen=True)
+class DraftHead:
+    """The output head of drafts: this rank's rows of it, and the ids [R] int64 of all ranks' rows in their order (None: those of
+    the whole vocabulary)."""
+
+    weight: Weight
+    ids: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+
+def draft_head(
+    source: WeightSource, head: Weight, spec: ModelSpec, drafts: DraftWeights, mesh: Mesh
+) -> DraftHead | None:
+    """The drafts' own head; None where they use the target's. Its rows divide evenly over the ranks: the last id stands there
+    again and again where there are too few.
+
+    Raises:
+        ConfigError: an id is not in the vocabulary.
+    """
+    weight, ids = head, None
+    if drafts.vocabulary:
+        if drafts.vocabulary[-1] >= spec.vocab_size:
+            raise ConfigError(f"draft weights: id {drafts.vocabulary[-1]} is not below {spec.vocab_size}")
+        each = -(-len(drafts.vocabulary) // (mesh.size * _ROWS)) * _ROWS
+        padded = drafts.vocabulary + drafts.vocabulary[-1:] * (each * mesh.size - len(drafts.vocabulary))
+        weight = source.rows("lm_head", padded[mesh.rank * each : (mesh.rank + 1) * each])
+        ids = torch.tensor(padded, device=weight.dequantize(source.dtype).device)
+    if Saving.HEAD in drafts.savings:
+        weight = lean_linear(weight)
+    return None if weight is head else DraftHead(weight, ids)
+
+
+_ROWS = 64
+"""Rows of a rank's part of a smaller head come in so many at a time, as kernels like them."""
+
+
+@dataclass(frozen=True)
+class InputProjection:
+    """eh_proj [D', 2D] over [embedding ; hidden], or with a `table` [W, D'] of what it makes of each token's embedding, the
+    matrix [D', D] over the hidden state alone. D' is D, or a rank's share of it."""
+
+    weight: Weight
+    table: torch.Tensor | None = None
+
+
+def input_projection(
+    weight: Weight, embed: torch.Tensor, enorm: torch.Tensor, eps: float, drafts: DraftWeights, mesh: Mesh
+) -> InputProjection:
+    """The projection with the savings that are asked for; one that is quantised already, or does not divide, stays whole."""
+    if not isinstance(weight, DenseWeight):
+        return InputProjection(weight)
+    matrix, table = weight.tensor, None
+    if Saving.SPLIT in drafts.savings and mesh.is_sharded and matrix.shape[0] % mesh.size == 0:
+        share = mesh.share(matrix.shape[0])
+        matrix = matrix[share.start : share.stop]
+    if Saving.TABLE in drafts.savings:
+        of_embedding, matrix = matrix.chunk(2, dim=1)
+        table = torch.cat([rms_norm(some, enorm, eps) @ of_embedding.t() for some in embed.split(_TABLE_ROWS)])
+    made: Weight = DenseWeight(matrix.contiguous())
+    return InputProjection(lean_linear(made) if Saving.PROJECTION in drafts.savings else made, table)
+
+
+def lean_formats(formats: Mapping[str, Format], spec: ModelSpec, drafts: DraftWeights) -> dict[str, Format]:
+    """The formats of linears by name, those of the drafts' experts in place of the stored ones."""
+    experts = f"{layer_prefix(spec.num_layers)}mlp.experts."
     found = dict(formats)
-    for name, stored in formats.items():
-        if name.startswith(f"{mtp}mlp.experts.") and stored in (Format.DENSE, Format.FP8_BLOCK):
-            found[name] = Format.NVFP4
-        elif name == f"{mtp}eh_proj" and stored is Format.DENSE:
-            found[name] = Format.FP8_BLOCK
+    if Saving.EXPERTS in drafts.savings:
+        for name, stored in formats.items():
+            if name.startswith(experts) and stored in (Format.DENSE, Format.FP8_BLOCK):
+                found[name] = Format.NVFP4
     return found
 
 

@@ -8,33 +8,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from legato.model.layer import decoder_layer
+from legato.model.lean import DraftHead
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
-from legato.ops import linear_draft, mtp_inputs, rms_norm
+from legato.ops import linear_draft, mtp_inputs, mtp_looked_up, rms_norm
 from legato.parallel.communicators import ALONE, Communicator
-from legato.quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The MTP layer of a checkpoint; `embed` [W, D] is the target's, and so is `head` [W, D]: as `linear_draft.pack` made it, or
-    a copy in fewer bits."""
+    """The MTP layer of a checkpoint; `embed` [W, D] is the target's, and so is `head` [W, D] as `linear_draft.pack` made it,
+    where drafts have none of their own."""
 
     spec: ModelSpec
     weights: MtpWeights
     embed: Tensor
-    head: Tensor | Weight
+    head: Tensor | DraftHead
     communicator: Communicator = ALONE
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] logits of drafts, for hidden states that `forward` returned and in their dtype."""
-        head = self.head
-        shard = linear_draft(hidden, head) if isinstance(head, Tensor) else head.linear(hidden)
-        return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]
+        head, width = self.head, self.spec.vocab_size
+        if isinstance(head, Tensor):
+            return self.communicator.all_gather(linear_draft(hidden, head), -1)[:, :width]
+        logits = self.communicator.all_gather(head.weight.linear(hidden), -1)
+        if head.ids is None:
+            return logits[:, :width]
+        return logits.new_full((logits.shape[0], width), -torch.inf).index_copy_(1, head.ids, logits)
 
     def forward(
         self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None
@@ -56,8 +61,15 @@ class Mtp:
             [T, D] after `shared_head.norm` (the head reads it, the next chain step is fed it), and the selection used.
         """
         eps, weights = self.spec.rms_eps, self.weights
-        u = mtp_inputs(next_ids, step.positions, hidden, self.embed, weights.enorm, weights.hnorm, eps)
-        h = self.weights.eh_proj.linear(u)
+        projection = weights.eh_proj
+        if projection.table is None:
+            u = mtp_inputs(next_ids, step.positions, hidden, self.embed, weights.enorm, weights.hnorm, eps)
+            h = projection.weight.linear(u)
+        else:
+            part, u = mtp_looked_up(next_ids, step.positions, hidden, projection.table, weights.hnorm, eps)
+            h = projection.weight.linear(u, part)
+        if h.shape[1] != hidden.shape[1]:
+            h = self.communicator.all_gather(h, -1)
         layer = self.weights.layer if selection is None else self.weights.seeded
         normed = rms_norm(h, layer.input_norm, eps)
         _, normed, selection = decoder_layer(

@@ -70,6 +70,10 @@ class WeightSource(Protocol):
         """The rank's rows of the output head, padded to `num_rows`."""
         ...
 
+    def rows(self, module: str, ids: tuple[int, ...]) -> Weight:
+        """These rows of a weight, whichever rank's they are, as a dense one."""
+        ...
+
 
 class Reader:
     """Reads a rank's part of single tensors and weights, checks scale values, counts bytes."""
@@ -140,6 +144,12 @@ class Reader:
             return weight
         rows = weight.dequantize(self.dtype)
         return DenseWeight(torch.nn.functional.pad(rows, (0, 0, 0, missing)))
+
+    def rows(self, module: str, ids: tuple[int, ...]) -> Weight:
+        """Reads the whole weight a second time, which its rows may be anywhere in."""
+        entry = self.inventory.linears[module]
+        whole = build(entry.format, {suffix: self.checkpoint.read(name) for suffix, name in entry.names.items()})
+        return DenseWeight(whole.dequantize(self.dtype)[list(ids)].to(self.device))
 
     def _place(self, weight: Weight) -> Weight:
         if self.resident is Residency.DENSE or isinstance(weight, DenseWeight):

@@ -41,13 +41,13 @@ class Requantization:
     def formats(self, formats: Mapping[str, Format], spec: ModelSpec, kept: Container[Group] = ()) -> dict[str, Format]:
         """The formats that linears are kept in, by name; `formats`: of the checkpoint; `kept`: groups that stay."""
         found = dict(formats) if self.dense is DenseFormat.STORED else _in_fp8(formats, spec, kept)
-        return found if self.drafts is DraftWeights.STORED else lean_formats(found, spec)
+        return lean_formats(found, spec, self.drafts)
 
 
 AS_STORED = Requantization()
 _GROUPS = (Group.ATTENTION, Group.INDEXER, Group.DENSE_MLP, Group.SHARED_EXPERT)
 _KEPT = ("kv_b_proj", "eh_proj")
-"""Read as plain matrices per head; and the MTP layer's input, which `lean` drafts have in FP8."""
+"""Read as plain matrices per head; and the MTP layer's input, which is the drafts' business."""
 
 
 def unchanged(modules: Sequence[str], weight: Weight) -> Weight:

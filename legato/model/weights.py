@@ -14,7 +14,15 @@ import torch
 
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import survey
-from legato.model.lean import DraftWeights, LeanSource, lean_linear
+from legato.model.lean import (
+    DraftHead,
+    DraftWeights,
+    InputProjection,
+    LeanSource,
+    Saving,
+    draft_head,
+    input_projection,
+)
 from legato.model.names import layer_prefix
 from legato.model.reader import Placement, Reader, Residency, WeightSource
 from legato.model.requantization import AS_STORED, Finish, Requantization, finish_of, unchanged
@@ -113,12 +121,12 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """enorm [D] (on the embedding), hnorm [D] (on the hidden), eh_proj [D, 2D] over [embedding ; hidden], the layer, the
-    same layer without its indexer (`seeded`: for steps that are given a selection), norm [D]."""
+    """enorm [D] (on the embedding), hnorm [D] (on the hidden), eh_proj over [embedding ; hidden], the layer, the same layer
+    without its indexer (`seeded`: for steps that are given a selection), norm [D]."""
 
     enorm: torch.Tensor
     hnorm: torch.Tensor
-    eh_proj: Weight
+    eh_proj: InputProjection
     layer: LayerWeights
     seeded: LayerWeights
     norm: torch.Tensor
@@ -126,15 +134,15 @@ class MtpWeights:
 
 @dataclass(frozen=True)
 class GlmWeights:
-    """embed [W, D], the decoder layers, norm [D], lm_head [W, D], the MTP layer where it is wanted and present, and where drafts
-    are lean a copy of lm_head in fewer bits for them."""
+    """embed [W, D], the decoder layers, norm [D], lm_head [W, D], the MTP layer where it is wanted and present, and the drafts'
+    own head where they do not use lm_head."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     lm_head: Weight
     mtp: MtpWeights | None
-    draft_head: Weight | None = None
+    draft_head: DraftHead | None = None
 
 
 def load_weights(
@@ -167,28 +175,28 @@ def load_weights(
     formats = {name: stored.format for name, stored in inventory.linears.items()}
     finish = finish_of(again.dense, formats, dtype if resident is Residency.DENSE else None)
     spec = replace(spec, has_mtp=inventory.has_mtp)
-    return assemble(spec, reader, vocabulary_rows(spec, multiple, mesh), again.drafts, finish)
+    return assemble(spec, reader, vocabulary_rows(spec, multiple, mesh), mesh, again.drafts, finish)
 
 
 def assemble(
     spec: ModelSpec,
     source: WeightSource,
     head_rows: int,
+    mesh: Mesh = ONE_RANK,
     drafts: DraftWeights = DraftWeights.STORED,
     finish: Finish = unchanged,
 ) -> GlmWeights:
     """Every weight that `spec` asks for, in the order in which a checkpoint has them; `head_rows` on this rank. `finish`: what
     becomes of the weights of attention, dense layers and shared experts."""
-    is_lean = drafts is DraftWeights.LEAN and spec.has_mtp
-    if is_lean:
+    if Saving.EXPERTS in drafts.savings and spec.has_mtp:
         source = LeanSource(source, spec)
     loader = _Loader(spec, source, finish)
     embed = source.float_tensor("model.embed_tokens.weight")
     layers = tuple(loader.layer(layer) for layer in range(spec.num_layers))
-    mtp = loader.mtp() if spec.has_mtp else None
+    mtp = loader.mtp(embed, drafts, mesh) if spec.has_mtp else None
     norm = source.float_tensor("model.norm.weight")
     head = source.head("lm_head", head_rows)
-    return GlmWeights(embed, layers, norm, head, mtp, lean_linear(head) if is_lean else None)
+    return GlmWeights(embed, layers, norm, head, mtp, draft_head(source, head, spec, drafts, mesh) if mtp else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +229,7 @@ class _Loader:
             mlp=self._dense(prefix + "mlp.") if self._is_dense(layer) else self._moe(prefix + "mlp."),
         )
 
-    def mtp(self) -> MtpWeights:
+    def mtp(self, embed: torch.Tensor, drafts: DraftWeights, mesh: Mesh) -> MtpWeights:
         prefix, reader = layer_prefix(self.spec.num_layers), self.reader
         projections = self._projections(prefix + "self_attn.", self.spec.num_layers)
         layer = self._layer(self.spec.num_layers, projections)
@@ -229,10 +237,12 @@ class _Loader:
         seeded = replace(
             layer.attention, qkv=self._joined(without.inputs), q=self._joined(without.queries), indexer=None
         )  # fmt: skip
+        enorm, hnorm = (reader.float_tensor(f"{prefix}{name}.weight") for name in ("enorm", "hnorm"))
+        projection = reader.linear(prefix + "eh_proj")
         return MtpWeights(
-            enorm=reader.float_tensor(prefix + "enorm.weight"),
-            hnorm=reader.float_tensor(prefix + "hnorm.weight"),
-            eh_proj=reader.linear(prefix + "eh_proj"),
+            enorm=enorm,
+            hnorm=hnorm,
+            eh_proj=input_projection(projection, embed, enorm, self.spec.rms_eps, drafts, mesh),
             layer=layer,
             seeded=replace(layer, attention=seeded),
             norm=reader.float_tensor(prefix + "shared_head.norm.weight"),

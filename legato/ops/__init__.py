@@ -22,7 +22,16 @@ from legato.ops.gemm import (
     linear_swiglu,
 )
 from legato.ops.op import BindError, Bindings, Op, bind, registered
-from legato.ops.pointwise import layer_norm, mtp_inputs, rms_norm, rope_angles, rope_half, rope_interleaved, swiglu
+from legato.ops.pointwise import (
+    layer_norm,
+    mtp_inputs,
+    mtp_looked_up,
+    rms_norm,
+    rope_angles,
+    rope_half,
+    rope_interleaved,
+    swiglu,
+)
 from legato.ops.prologue import prologue_bf16, prologue_full, prologue_shared, quantize_index_query
 from legato.ops.reduce import add_rms_norm, all_gather, all_reduce_add_norm
 from legato.ops.rows import (
@@ -84,6 +93,7 @@ __all__ = [
     "moe_int4",
     "moe_nvfp4",
     "mtp_inputs",
+    "mtp_looked_up",
     "penalize",
     "prologue_bf16",
     "prologue_full",

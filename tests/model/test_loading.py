@@ -116,7 +116,7 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path) -> None:
     assert same(mlp.shared.down.dequantize(torch.float32), "mlp.shared_experts.down_proj.weight")
     assert weights.mtp is not None
     prefix = "model.layers.3."
-    assert same(weights.mtp.eh_proj.dequantize(torch.float32), "eh_proj.weight")
+    assert same(weights.mtp.eh_proj.weight.dequantize(torch.float32), "eh_proj.weight")
     assert same(weights.mtp.norm, "shared_head.norm.weight")
     assert weights.mtp.layer.attention.indexer is not None
     layer, seeded = weights.mtp.layer.attention, weights.mtp.seeded.attention

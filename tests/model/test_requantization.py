@@ -51,7 +51,7 @@ def test_the_dense_weights_of_an_nvfp4_checkpoint_are_quantised_and_no_others(nv
         error = (after.dequantize(torch.float32) - before.tensor).norm() / before.tensor.norm()
         assert 0 < float(error) < 0.05
     assert isinstance(again.lm_head, DenseWeight) and again.draft_head is None
-    assert again.mtp is not None and isinstance(again.mtp.eh_proj, DenseWeight)
+    assert again.mtp is not None and isinstance(again.mtp.eh_proj.weight, DenseWeight)
     one, other = stored.layers[1].mlp, again.layers[1].mlp
     assert isinstance(one, MoeWeights) and isinstance(other, MoeWeights)
     assert one.experts.format is other.experts.format is Format.NVFP4 and torch.equal(one.gate, other.gate)

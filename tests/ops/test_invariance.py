@@ -103,6 +103,13 @@ def _mtp(draw: Draw) -> Rowwise:
     return Rowwise(rows, lambda some, at, hidden: ops.mtp_inputs(some, at, hidden, embed, *norms, 1e-5))
 
 
+def _looked_up(draw: Draw) -> Rowwise:
+    table, norm = draw.normal(50, 128), draw.normal(256)
+    ids, positions = (draw.integers(POOL, low=0, high=3, dtype=torch.int64) for _ in range(2))
+    rows = ids, positions, draw.normal(POOL, 256)
+    return Rowwise(rows, lambda some, at, hidden: ops.mtp_looked_up(some, at, hidden, table, norm, 1e-5))
+
+
 def _layer_norm(draw: Draw) -> Rowwise:
     weight, bias = draw.normal(128), draw.normal(128)
     return Rowwise((draw.normal(POOL, 128),), lambda x: ops.layer_norm(x, weight, bias, 1e-6))
@@ -314,6 +321,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     "linear_swiglu": _gated,
     "prologue_full": _prologue,
     "mtp_inputs": _mtp,
+    "mtp_looked_up": _looked_up,
     "linear_fp8_block": _fp8,
     "linear_nvfp4": _nvfp4,
     "linear_int4": _int4,

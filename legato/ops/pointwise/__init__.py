@@ -110,6 +110,19 @@ def mtp_inputs(
 
 
 @op
+def mtp_looked_up(
+    ids: Tensor, positions: Tensor, hidden: Tensor, table: Tensor, hnorm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """What the MTP layer's first product reads and adds where the embeddings' part of it is a table: (table[ids], zeros at
+    position 0; rms_norm(hidden)).
+
+    ids and positions [T] int64, hidden [T, D], table [W, P], hnorm [D] -> [T, P], [T, D] in hidden's dtype.
+    """
+    part = functional.embedding(ids, table) * (positions > 0).to(table.dtype)[:, None]
+    return part, rms_norm.reference(hidden, hnorm, eps)
+
+
+@op
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate is the first half of the last dimension and up the second.
 
@@ -146,6 +159,25 @@ def _mtp_case(rows: int, width: int, dtype: torch.dtype) -> Case:
     )
 
 
+def _looked_up_case(rows: int, widths: tuple[int, int], dtype: torch.dtype) -> Case:
+    """`widths`: of a row of the table, and of the hidden state."""
+    part, width = widths
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        ids, positions = (draw.integers(rows, low=0, high=500, dtype=torch.int64) for _ in range(2))
+        positions[rows // 2] = 0
+        norm = 1 + draw.normal(width, dtype=dtype, scale=0.3)
+        return ids, positions, draw.normal(rows, width, dtype=dtype), draw.normal(500, part, dtype=dtype), norm, 1e-5
+
+    return Case(
+        mtp_looked_up,
+        f"mtp_looked_up rows={rows} part={part} width={width} {str(dtype)[6:]}",
+        make,
+        BFLOAT16 if dtype == torch.bfloat16 else FLOAT32,
+        bytes=(2 * rows * part + (2 * rows + 1) * width) * dtype.itemsize,
+    )
+
+
 def _layer_norm_case(rows: int) -> Case:
     return Case(
         layer_norm,
@@ -175,6 +207,8 @@ CASES = (
         )
     ),
     *(_mtp_case(*shape) for shape in ((1, 6144, torch.bfloat16), (6, 6144, torch.bfloat16), (9, 256, torch.float32))),
+    *(_looked_up_case(rows, (768, 6144), torch.bfloat16) for rows in (1, 6)),
+    _looked_up_case(9, (256, 256), torch.float32),
     *(_layer_norm_case(rows) for rows in (1, 6, 37)),
     Case(
         rope_angles,

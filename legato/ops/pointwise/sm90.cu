@@ -112,6 +112,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   norm_row(x, position > 0, weights, y + (size_t(row) * 2 + half) * pieces * 16, pieces, eps);
 }
 
+// Blocks 2t and 2t + 1: the table's row of row t's token (zeros at position 0), and the normed hidden state.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    mtp_looked_up(const i64 *ids, const i64 *positions, const u8 *hidden, const u8 *table, const u8 *hnorm, u8 *part,
+                  u8 *normed, int pieces, int part_pieces, int hidden_stride, float eps) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int row = blockIdx.x / 2;
+  const Pieces weights = load_weights(hnorm, pieces);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (blockIdx.x % 2) {
+    norm_row(hidden + size_t(row) * hidden_stride * 2, true, weights, normed + size_t(row) * pieces * 16, pieces, eps);
+    return;
+  }
+  i64 id, position;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(id) : "l"(ids + row) : "memory");
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(position) : "l"(positions + row) : "memory");
+  for (int piece = threadIdx.x; piece < part_pieces; piece += THREADS)
+    *reinterpret_cast<uint4 *>(part + (size_t(row) * part_pieces + piece) * 16) =
+        position > 0 ? load_weight(table + (size_t(id) * part_pieces + piece) * 16) : make_uint4(0, 0, 0, 0);
+}
+
 __device__ __forceinline__ float gated(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 
 __device__ __forceinline__ u32 gated_pair(u32 gate, u32 up) {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.pointwise import mtp_inputs, rms_norm, swiglu
+from legato.ops.pointwise import mtp_inputs, mtp_looked_up, rms_norm, swiglu
 
 #: Numbers in 16 bytes of bfloat16, threads of a block at most, and pieces of a row that a thread holds at most.
 _PIECE, _MOST_THREADS, _MOST_PIECES = 8, 256, 8
@@ -80,6 +80,28 @@ def run_mtp_inputs(
         ids, positions = ids.contiguous(), positions.contiguous()
         compiled(how, ids, positions, hidden, embed, enorm, hnorm, y, width // _PIECE, hidden.stride(0), float(eps))
     return y
+
+
+@mtp_looked_up.on("sm90")
+def run_mtp_looked_up(
+    ids: Tensor, positions: Tensor, hidden: Tensor, table: Tensor, hnorm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The kernel where it `serves`, the table has whole pieces and indices are 64-bit, otherwise the reference."""
+    fits = serves(hidden, hnorm) and serves(table) and table.is_contiguous() and table.data_ptr() % 16 == 0
+    if not fits or ids.dtype != torch.int64 or positions.dtype != torch.int64:
+        return mtp_looked_up.reference(ids, positions, hidden, table, hnorm, eps)
+    (rows, width), part_width = hidden.shape, table.shape[1]
+    part = torch.empty(rows, part_width, dtype=hidden.dtype, device=hidden.device)
+    normed = torch.empty(rows, width, dtype=hidden.dtype, device=hidden.device)
+    if rows:
+        hidden = _rows(hidden)
+        compiled, threads = kernel("mtp_looked_up", width)
+        how = Launch(grid=(2 * rows,), block=(threads,), programmatic=True)
+        compiled(
+            how, ids.contiguous(), positions.contiguous(), hidden, table, hnorm, part, normed, width // _PIECE,
+            part_width // _PIECE, hidden.stride(0), float(eps),
+        )  # fmt: skip
+    return part, normed
 
 
 @swiglu.on("sm90")

@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--drafts", type=int, default=5)
+    parser.add_argument("--draft-weights", default="stored", help="as of the engine: stored, lean, or savings by name")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each continuation")
     parser.add_argument("--one-hot", action="store_true")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16)
@@ -64,11 +66,11 @@ def main() -> None:
     config = Config(
         num_drafts=arguments.drafts,
         schedule=ScheduleConfig(max_running=arguments.batch, chunk_tokens=2048),
-        execution=ExecutionConfig(device=arguments.device),
+        execution=ExecutionConfig(device=arguments.device, draft_weights=arguments.draft_weights),
     )
     checkpoint = open_checkpoint(arguments.model)
     engine = start(config, checkpoint).engine
-    params = SamplingParams(max_tokens=TOKENS, temperature=arguments.temperature)
+    params = SamplingParams(max_tokens=arguments.tokens, temperature=arguments.temperature)
     tokens: dict[str, list[int]] = {}
     rounds: dict[str, int] = {}
     stop_ids = (checkpoint.config.get("eos_token_id") or [])[:8]
@@ -92,6 +94,7 @@ def main() -> None:
         "temperature": arguments.temperature,
         "drafts": arguments.drafts,
         "kind": "one-hot" if arguments.one_hot else "shared noise",
+        "draft_weights": arguments.draft_weights,
         "prompts": len(prompts),
         "tokens": sum(map(len, tokens.values())),
         "accept_length": accept_length([name for name in tokens if rounds[name]]),

@@ -111,7 +111,7 @@ def bytes_needed(op: Op[..., Any], arguments: Sequence[Any], held: frozenset[int
         return sum(longest.values()) * keys[0].nbytes // PAGE_SIZE
     if op.name == "mtp_inputs":
         return 0
-    found = {tensor.data_ptr(): tensor for tensor in _tensors(arguments) if tensor.untyped_storage().data_ptr() in held}
+    found = {tensor.data_ptr(): tensor for tensor in _read(arguments) if tensor.untyped_storage().data_ptr() in held}
     if op.folder == "experts" and op.name.startswith("moe_"):
         ids = cast("Tensor", arguments[1])
         experts = max((tensor.shape[0] for tensor in found.values() if tensor.dim() > 1), default=1)
@@ -138,6 +138,15 @@ def _tensors(values: Sequence[object]) -> Iterator[Tensor]:
         elif is_dataclass(value) and not isinstance(value, type):
             own = {part.name: getattr(value, part.name) for part in fields(value)}
             yield from _tensors(list({**own, **getattr(value, "__dict__", {})}.values()))
+
+
+def _read(arguments: Sequence[object]) -> Iterator[Tensor]:
+    """What a call reads of its arguments: of a weight that is kept in several forms, one."""
+    for value in arguments:
+        if is_dataclass(value):
+            yield from sorted(_tensors([value]), key=lambda tensor: tensor.nbytes)[-1:]
+        else:
+            yield from _tensors([value])
 
 
 def _row_bytes(cache: Tensor) -> int:

@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -96,11 +96,7 @@ def steady(
     """
     iterations = work.iterations + OTHERS + extra_iterations
     standing = Standing(work.batch, work.context, headroom=iterations * (work.num_drafts + 1))
-    if device.type == "cuda":
-        gc.collect()  # what ran before is in cycles
-        # Weights are packed when they are first used: before memory is counted.
-        first = Standing(1, PAGE_SIZE, headroom=OTHERS * (work.num_drafts + 1))
-        stand(_runner(share, work, first, device, "off"), first)
+    gc.collect()  # what ran before is in cycles, and memory is counted
     runner = _runner(share, work, standing, device, graphs)
     decoder = runner.decoder
     if decoder is not None and runner.settings.graphs:
@@ -108,6 +104,13 @@ def steady(
             decoder.capture(decoder.key(decoder.buckets[-1], "greedy"))
     stand(runner, standing)
     return Steady(runner, Plan(1, (), (), standing.rows, num_drafts=work.num_drafts))
+
+
+def pack(share: Share, work: Work, device: torch.device) -> None:
+    """Runs an iteration, so that weights are in the form that it reads before memory for caches is counted: they are packed when
+    they are first used."""
+    first = Standing(1, PAGE_SIZE, headroom=OTHERS * (work.num_drafts + 1))
+    stand(_runner(share, replace(work, batch=1), first, device, "off"), first)
 
 
 def _runner(share: Share, work: Work, standing: Standing, device: torch.device, graphs: Switch) -> Runner:

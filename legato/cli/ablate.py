@@ -19,7 +19,7 @@ from legato.bench.ablate import Asked as Ablated
 from legato.bench.record import Setting, append
 from legato.bench.share import Share, routed
 from legato.bench.split import PARTS, split
-from legato.bench.steady import SliceError, Work, steady
+from legato.bench.steady import SliceError, Work, pack, steady
 from legato.cli.bench import device_named
 from legato.cli.slice import (
     Asked,
@@ -53,6 +53,8 @@ def bench_ablate(
 
     def draw(drafts: DraftWeights) -> Share:
         share = share_of(replace(asked, drafts=drafts.value), [work], device)
+        if device.type == "cuda":
+            pack(share, work, device)
         return routed(share, work.distinct_experts, work.num_drafts + 1) if is_drawn(asked) else share
 
     if shown.trace is not None:

@@ -22,7 +22,7 @@ from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.share import Share, drawn, first_layers, loaded, routed
 from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, accept_length_at, fields, measure, simulated
-from legato.bench.steady import SliceError, Work, steady
+from legato.bench.steady import SliceError, Work, pack, steady
 from legato.cli.bench import device_named
 from legato.config import MAX_DRAFTS, ConfigError
 from legato.engine.start import open_checkpoint, targets_of
@@ -98,10 +98,16 @@ def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict
     except BindError as error:
         raise ConfigError(f"--op: {error}") from error
     share = share_of(asked, listed, device)
+    if device.type == "cuda":
+        pack(share, listed[0], device)
     most = max(work.num_drafts for work in listed)
     lines: list[dict[str, Any]] = []
     recorded: list[slice_trace.Recorded] = []
+    routing: tuple[float | None, int] | None = None
     for work in listed:
+        if is_drawn(asked) and routing != (work.distinct_experts, work.num_drafts):
+            routing = work.distinct_experts, work.num_drafts
+            share = routed(share, work.distinct_experts, work.num_drafts + 1)
         lines.append(_measure(console, asked, share, work, bound, shown, most))
         if shown.trace is not None:
             recorded.append(_trace(console, asked, share, work, shown, "" if len(listed) == 1 else _words(work)))
@@ -142,8 +148,6 @@ def _measure(
     console: Console, asked: Asked, share: Share, work: Work, bound: Bindings, shown: Shown, most_drafts: int
 ) -> dict[str, Any]:
     device = share.weights.embed.device
-    if is_drawn(asked):
-        share = routed(share, work.distinct_experts, work.num_drafts + 1)
     try:
         figure = measure(share, work, device, bound)
     except SliceError as error:
@@ -164,8 +168,6 @@ def _trace(console: Console, asked: Asked, share: Share, work: Work, shown: Show
     """Records the steady state, prints the figures and the ops, and appends the line of the record."""
     assert shown.trace is not None
     device = share.weights.embed.device
-    if is_drawn(asked):
-        share = routed(share, work.distinct_experts, work.num_drafts + 1)
     standing = steady(share, work, device, extra_iterations=shown.trace_iterations)
     found = slice_trace.record(name, standing, shown.trace_iterations, slice_trace.attribute(standing, share))
     print_trace(console, found, shown.trace)

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from legato.bench import perfetto
-from legato.bench.attribution import OUTSIDE, Call, Piece, noted, op_times, pieces, storages
+from legato.bench.attribution import OUTSIDE, Call, Piece, bytes_needed, noted, op_times, pieces, storages
 from legato.bench.share import drawn, first_layers
 from legato.bench.slice import accept_length_at
 from legato.bench.steady import Work, steady
 from legato.bench.trace import Span
 from legato.model.spec import ModelSpec
 from legato.ops import linear_bf16
+from legato.ops.gemm.sm90_packing import Kept
 from legato.parallel import Mesh
 from legato.runtime.batch import build_batch
 from legato.runtime.draw import PlainDraw, choose_greedy
@@ -38,6 +39,14 @@ def test_kernels_between_marks_belong_to_the_call() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="8 marks were recorded around 1 calls"):
         pieces([*recorded, *spans("sinc", "sinc", "sinc", "sinc")], [Call("linear_bf16", 500)])
+
+
+def test_of_a_weight_kept_in_two_forms_one_is_read() -> None:
+    packed, stored, x = torch.zeros(8), torch.zeros(8), torch.zeros(4)
+    kept = Kept(packed, stored)
+    held = storages([kept])
+    assert bytes_needed(linear_bf16, (x, kept, None), held) == packed.nbytes
+    assert bytes_needed(linear_bf16, (x, stored, None), held) == stored.nbytes
 
 
 def test_ops_are_ranked_by_the_time_their_bytes_do_not_explain() -> None:

@@ -15,7 +15,7 @@ from legato.bench.record import Setting, append
 from legato.bench.roofline import traffic, traffic_of
 from legato.bench.share import drawn, first_layers, routed
 from legato.bench.slice import fields, measure, simulated
-from legato.bench.steady import SliceError, Work
+from legato.bench.steady import SliceError, Work, pack
 from legato.bench.trace import Span
 from legato.cli.share_commands import Sweep
 from legato.cli.slice import Asked, Shown, bench_slice, by_ranks
@@ -43,6 +43,7 @@ def tiny() -> ModelSpec:
 
 def test_a_share_is_measured_and_recorded(tiny: ModelSpec, tmp_path: Path) -> None:
     share = routed(drawn(tiny, Mesh(1, 2), Target.NVFP4, CPU, torch.float32), 3, NUM_DRAFTS + 1)
+    pack(share, WORK, CPU)
     figure = measure(share, WORK, CPU, bind(()))
     line = fields(share, WORK, figure, None, {"format": "nvfp4"}) | simulated(figure, 2.5)
     append(tmp_path / "slice.jsonl", [line], Setting.here(CPU))

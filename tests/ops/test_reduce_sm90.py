@@ -32,14 +32,20 @@ def nvrtc() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "width", "local"),
+    ("ranks", "width", "more"),
     [
-        (8, 6144, False),
-        *(pytest.param(*made, marks=pytest.mark.full) for made in ((1, 6144, False), (2, 256, False), (8, 6144, True))),
+        (8, 6144, {}),
+        (8, 6144, {"two_shot": True}),
+        *(
+            pytest.param(*made, marks=pytest.mark.full)
+            for made in ((1, 6144, {}), (2, 256, {}), (8, 6144, {"local": True}), (2, 6144, {"two_shot": True}))
+        ),
     ],
 )
-def test_the_sum_compiles_without_spills_and_its_block_fits(ranks: int, width: int, local: bool, nvrtc: None) -> None:
-    usage = sm90.add_norm_kernel(ranks, width, local).usage("sm_90a")
+def test_the_sum_compiles_without_spills_and_its_block_fits(
+    ranks: int, width: int, more: dict[str, bool], nvrtc: None
+) -> None:
+    usage = sm90.add_norm_kernel(ranks, width, **more).usage("sm_90a")
     assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0
     assert usage.registers * sm90.threads(width) <= 65536
 
@@ -75,11 +81,23 @@ def test_a_header_says_where_everything_is() -> None:
 
 @pytest.mark.parametrize(
     ("field", "given"),
-    [("num_ranks", (1, 256, 6)), ("num_ranks", (9, 256, 6)), ("rows", (2, 256, 129)), ("width", (2, 252, 6))],
+    [
+        ("num_ranks", (1, 256, 6)),
+        ("num_ranks", (9, 256, 6)),
+        ("rows", (2, 256, 129)),
+        ("width", (2, 252, 6)),
+        ("two_shot_rows", (2, 256, 6, 0)),
+    ],
 )
-def test_inboxes_that_no_kernel_takes_are_refused(field: str, given: tuple[int, int, int]) -> None:
+def test_inboxes_that_no_kernel_takes_are_refused(field: str, given: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=field):
         InboxShape(*given)
+
+
+def test_tall_sums_go_in_two_shots_where_that_is_wanted() -> None:
+    shape = InboxShape(8, 6144, two_shot_rows=16)
+    assert [shape.is_two_shot(rows) for rows in (1, 15, 16, 128)] == [False, False, True, True]
+    assert not InboxShape(8, 6144).is_two_shot(128)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +156,13 @@ def marked(function):
 
 
 @marked
-@pytest.mark.parametrize(("ranks", "width"), [(2, 6144), (3, 256), (4, 6144), (8, 6144), (8, 256)])
-def test_ranks_get_the_reference_s_bits_call_after_call(ranks: int, width: int) -> None:
-    """Calls of changing heights: later rows' buffers rest while others turn."""
-    boxes = _inboxes(InboxShape(ranks, width, 64), patience_seconds=5)
+@pytest.mark.parametrize("two_shot_rows", [None, 6])
+@pytest.mark.parametrize(
+    ("ranks", "width"), [(2, 6144), (3, 256), (4, 6144), (5, 6144), (6, 256), (7, 6144), (8, 6144), (8, 256)]
+)
+def test_ranks_get_the_reference_s_bits_call_after_call(ranks: int, width: int, two_shot_rows: int | None) -> None:
+    """Calls of changing heights, in one shot or two: later rows' buffers rest while others turn."""
+    boxes = _inboxes(InboxShape(ranks, width, 64, two_shot_rows), patience_seconds=5)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
     tallest = 128 // ranks  # all blocks of all ranks must run at once, on one GPU here
     for call, rows in enumerate((6, 1, 6, tallest, 3, 6, 6, 15, 1, 6)):
@@ -185,10 +206,12 @@ def test_gathers_carry_any_bits() -> None:
 
 
 @marked
-def test_a_rank_that_does_not_come_is_named_and_nothing_waits_again() -> None:
-    boxes = _inboxes(InboxShape(3, 256, 16), patience_seconds=0.05)
+@pytest.mark.parametrize("two_shot_rows", [None, 1])
+def test_a_rank_that_does_not_come_is_named_and_nothing_waits_again(two_shot_rows: int | None) -> None:
+    boxes = _inboxes(InboxShape(3, 256, 16, two_shot_rows), patience_seconds=0.05)
     residual, partials, weight = _draw(6, 256, 3, seed=1)
-    for kernel in (sm90.add_norm_kernel(3, 256), sm90.all_gather_kernel(3)):
+    two_shot = two_shot_rows is not None
+    for kernel in (sm90.add_norm_kernel(3, 256, two_shot=two_shot), sm90.all_gather_kernel(3)):
         kernel.load()  # compiled before anything is timed
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()

@@ -1,5 +1,5 @@
 """One rank process of tests/parallel/test_ipc.py: `ipc_rank.py RANK RANKS PORT TASK CALLS LANES`; prints a JSON
-object. LANES: pairs of inboxes that are used at once."""
+object. LANES: groups of inboxes that are used at once."""
 
 import json
 import sys
@@ -45,8 +45,8 @@ def parity(ipcs, calls):
 def skewed(ipcs, calls):
     """Graphs of 50 calls with pauses of up to 15 us on each rank, other pauses between graphs; every sum is checked.
 
-    Each pair of inboxes has graphs and a stream of its own: on one GPU two processes take turns of milliseconds, and each turn
-    then brings every pair a call further.
+    Each group of inboxes has graphs and a stream of its own: on one GPU processes take turns of milliseconds, and each round of
+    turns then brings every group a call further.
     """
     rank, ranks, lanes = ipcs[0].mesh.rank, ipcs[0].mesh.size, len(ipcs)
     residual, _, weight = draw(0, 6, ranks)
@@ -87,6 +87,11 @@ def skewed(ipcs, calls):
     return {"wrong": sum(map(int, wrong)), "calls": made * lanes, "lanes": lanes, "seconds": time.monotonic() - began}
 
 
+def mixed(ipcs, calls):
+    """Both of the above where every other group of inboxes sums in two shots."""
+    return skewed(ipcs, calls) | {"parity": [parity(ipcs[lane : lane + 1], 20)["wrong"] for lane in (0, 1)]}
+
+
 def absent(ipcs, calls):
     """The last rank never calls."""
     (ipc,) = ipcs
@@ -112,10 +117,14 @@ def main():
             op.bound = op.implementations["sm90"]
     mesh = Mesh(rank, ranks)
     meet = StoreMeeting.at(RankAddress(rank, ranks, "127.0.0.1", port, serves_store=rank == 0), 60)
-    patience_s = {"absent": 0.5}.get(sys.argv[4], 20)
-    ipcs = [connect(mesh, meet, InboxShape(ranks, WIDTH), patience_s, None) for _ in range(lanes)]
+    task = {"parity": parity, "skewed": skewed, "mixed": mixed, "absent": absent}[sys.argv[4]]
+    patience_s = 0.5 if task is absent else 20
+    ipcs = []
+    for lane in range(lanes):
+        shape = InboxShape(ranks, WIDTH, two_shot_rows=1 if task is mixed and lane % 2 else None)
+        ipcs.append(connect(mesh, meet, shape, patience_s, None))
     with torch.inference_mode():
-        result = {"parity": parity, "skewed": skewed, "absent": absent}[sys.argv[4]](ipcs, calls)
+        result = task(ipcs, calls)
     torch.cuda.synchronize()
     meet(b"")
     for ipc in ipcs:

@@ -56,6 +56,14 @@ def test_calls_under_skew() -> None:
     assert all(result["calls"] >= 100_000 for result in results)
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_than_gpus_in_one_shot_and_in_two(ranks: int) -> None:
+    """Every other group of inboxes sums in two shots."""
+    results = run("mixed", 4_000, ranks, lanes=16)
+    print(results)
+    assert [(result["wrong"], result["parity"]) for result in results] == [(0, [0, 0])] * ranks
+
+
 def test_a_rank_that_never_calls_is_named() -> None:
     waiting, _ = run("absent")
     assert waiting["error"].startswith("rank 1 did not take part in time in collective 0, as rank 0 saw")

@@ -39,12 +39,14 @@ class RankLostError(RuntimeError):
 class InboxShape:
     """How large the inboxes of an exchange are: calls of up to `rows` rows of `width` bfloat16 among `num_ranks` ranks.
 
-    Raises ValueError for what the kernels do not take.
+    `two_shot_rows`: sums of at least so many rows go in two shots (None: no sum does), which brings the same bits over fewer
+    bytes of the link and one way more across it. All ranks must say the same. Raises ValueError for what the kernels do not take.
     """
 
     num_ranks: int
     width: int
     rows: int = MOST_ROWS
+    two_shot_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_ranks <= MOST_RANKS:
@@ -53,6 +55,12 @@ class InboxShape:
             raise ValueError(f"rows: one sum has 1 to {MOST_ROWS} rows, got {self.rows}")
         if self.width < 1 or self.width % 8:
             raise ValueError(f"width: rows are made of pieces of 8 numbers, got {self.width}")
+        if self.two_shot_rows is not None and self.two_shot_rows < 1:
+            raise ValueError(f"two_shot_rows: sums have at least one row, got {self.two_shot_rows}")
+
+    def is_two_shot(self, rows: int) -> bool:
+        """Whether a sum of `rows` rows goes in two shots."""
+        return self.two_shot_rows is not None and rows >= self.two_shot_rows
 
     @property
     def words_at(self) -> int:

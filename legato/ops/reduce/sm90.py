@@ -41,13 +41,13 @@ def threads(width: int) -> int | None:
 
 
 @cache
-def add_norm_kernel(num_ranks: int, width: int, local: bool = False) -> Kernel:
+def add_norm_kernel(num_ranks: int, width: int, local: bool = False, two_shot: bool = False) -> Kernel:
     """The kernel for rows of `width` (one that `threads` takes) and sums of `num_ranks` (0: the norm only). `local`: what
-    all ranks send is in this GPU's memory already."""
+    all ranks send is in this GPU's memory already. `two_shot`: each row is added by one rank, which sends it on."""
     block = threads(width)
     assert block is not None
     macros = {"RANKS": num_ranks, "THREADS": block, "VECTORS": width // _PIECE // block, "LOCAL": int(local)}
-    return Kernel(Source(_ADD_NORM, macros), "add_norm")
+    return Kernel(Source(_ADD_NORM, macros | {"TWO_SHOT": int(two_shot)}), "add_norm")
 
 
 @cache
@@ -106,7 +106,8 @@ def all_reduce_add_norm_sm90(
     if is_served(weight, partial, residual):
         rows, width = residual.shape
         if isinstance(exchange, Inbox) and rows <= exchange.shape.rows and width == exchange.shape.width:
-            kernel = add_norm_kernel(exchange.shape.num_ranks, width)
+            shape = exchange.shape
+            kernel = add_norm_kernel(shape.num_ranks, width, two_shot=shape.is_two_shot(rows))
             own = ctypes.c_uint64(exchange.address)
             return _add_norm(kernel, residual, weight, eps, _aligned(partial), own, exchange.rank)
         parts = exchange.gather(partial)

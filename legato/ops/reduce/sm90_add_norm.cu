@@ -25,6 +25,9 @@
 #include "sm90_exchange.cuh"
 
 #define EXCHANGE (RANKS > 1 && !LOCAL)
+#if TWO_SHOT && !EXCHANGE
+#error "two shots need peers"
+#endif
 
 constexpr u32 CALLS = 3u << 30;  // the count starts over at a multiple of the buffers
 constexpr int WARPS = THREADS / 32;
@@ -89,26 +92,42 @@ __device__ __forceinline__ float sum_row(float v) {
   return v;
 }
 
+// h: the sums and the residual, rounded.
+__device__ __forceinline__ uint4 round_piece(float (&sums)[8], uint4 residual) {
+  add(sums, residual);
+  return make_uint4(to_pair(sums[0], sums[1]), to_pair(sums[2], sums[3]), to_pair(sums[4], sums[5]), to_pair(sums[6], sums[7]));
+}
+
 #if EXCHANGE
-// Sends this rank's pieces, empties the buffer of the call before, and adds what all ranks sent. `place`: this thread's
-// first piece of its row, in bytes.
-__device__ __forceinline__ void exchange(float (&sums)[VECTORS][8], uint4 (&mine)[VECTORS], u8 *const (&inboxes)[RANKS],
-                                         Header *own, size_t rows, int rank, u32 call, size_t place, Patience wait) {
-  // Sender s of buffer b has rows * ROW_BYTES bytes from (b * RANKS + s) * rows * ROW_BYTES on.
-  const size_t pitch = rows * ROW_BYTES;
-  const size_t buffer = call % 3 * RANKS * pitch + place, former = (call + 2) % 3 * RANKS * pitch + place;
+// Where one thread's pieces of a call stand in every rank's inbox: those of sender s in buffer b begin
+// (b * RANKS + s) * rows * ROW_BYTES bytes behind the header.
+struct Place {
+  size_t pitch;   // from a sender to the next
+  size_t buffer;  // of this call
+  size_t former;  // of the call before
+
+  // `piece`: the thread's first one, in bytes from the first row.
+  __device__ __forceinline__ Place(size_t rows, u32 call, size_t piece)
+      : pitch(rows * ROW_BYTES), buffer(call % 3 * RANKS * pitch + piece), former((call + 2) % 3 * RANKS * pitch + piece) {}
+};
+
+__device__ __forceinline__ void make_sendable(uint4 (&mine)[VECTORS]) {
 #pragma unroll
-  for (int v = 0; v < VECTORS; ++v) {
-    mine[v] = make_uint4(full(mine[v].x), full(mine[v].y), full(mine[v].z), full(mine[v].w));
-#pragma unroll
-    for (int step = 1; step < RANKS; ++step) send(inboxes[step] + buffer + rank * pitch + v * STEP, mine[v]);
-  }
+  for (int v = 0; v < VECTORS; ++v) mine[v] = make_uint4(full(mine[v].x), full(mine[v].y), full(mine[v].z), full(mine[v].w));
+}
+
+// Empties the buffer of the call before.
+__device__ __forceinline__ void empty_former(u8 *received, const Place &place, int rank) {
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v)
 #pragma unroll
     for (int step = 1; step < RANKS; ++step)
-      store(inboxes[0] + former + (rank + step) % RANKS * pitch + v * STEP, nothing());
+      store(received + place.former + (rank + step) % RANKS * place.pitch + v * STEP, nothing());
+}
 
+// Adds what all ranks sent, in their order. Where a wait was given up, `wait.missing` says so and sums are NaN.
+__device__ __forceinline__ void add_all(float (&sums)[VECTORS][8], const uint4 (&mine)[VECTORS], const u8 *received, Header *own,
+                                        const Place &place, int rank, u32 call, Patience &wait) {
   uint4 got[RANKS][VECTORS];
 #pragma unroll
   for (int sender = 0; sender < RANKS; ++sender)
@@ -120,7 +139,7 @@ __device__ __forceinline__ void exchange(float (&sums)[VECTORS][8], uint4 (&mine
     for (int sender = 0; sender < RANKS; ++sender)
 #pragma unroll
       for (int v = 0; v < VECTORS; ++v)
-        poll(got[sender][v], inboxes[0] + buffer + sender * pitch + v * STEP, !arrived(got[sender][v]));
+        poll(got[sender][v], received + place.buffer + sender * place.pitch + v * STEP, !arrived(got[sender][v]));
 #pragma unroll
     for (int sender = 0; sender < RANKS; ++sender)
 #pragma unroll
@@ -136,6 +155,28 @@ __device__ __forceinline__ void exchange(float (&sums)[VECTORS][8], uint4 (&mine
   for (int sender = 0; sender < RANKS; ++sender)
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) add(sums[v], got[sender][v]);
+}
+#endif
+
+#if TWO_SHOT
+// What `owner` sent; NaN where the wait was given up.
+__device__ __forceinline__ void receive(uint4 (&row)[VECTORS], const u8 *received, Header *own, const Place &place, int rank,
+                                        int owner, u32 call, Patience &wait) {
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) row[v] = nothing();
+  while (true) {
+    bool all = true;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v)
+      poll(row[v], received + place.buffer + owner * place.pitch + v * STEP, !arrived(row[v]));
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) all &= arrived(row[v]);
+    if (all || wait.is_over(1u << owner, own, rank, RANKS, call)) break;
+  }
+  if (!wait.missing) return;
+  if (threadIdx.x == 0) tell_host(own, wait.missing);
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) row[v] = nothing();
 }
 #endif
 
@@ -159,6 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int step = 0; step < RANKS; ++step) inboxes[step] = own->inboxes[(rank + step) % RANKS] + HEADER_BYTES;
 #endif
+#if TWO_SHOT
+  const int owner = blockIdx.x % RANKS;
+  u8 *const owners = own->inboxes[owner] + HEADER_BYTES;
+#endif
   asm volatile("griddepcontrol.launch_dependents;");
   // The residual stream is older than what is added to it, and may have left the L2 since.
 #pragma unroll
@@ -168,7 +213,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 #if EXCHANGE
   const u32 call = load_fresh_word(&own->sums[blockIdx.x]);
-  const Patience wait(own);
+#if TWO_SHOT
+  Patience wait(own, owner == rank ? 1 : 2);
+#else
+  Patience wait(own);
+#endif
 #endif
   uint4 stream[VECTORS];
   float sums[VECTORS][8] = {};
@@ -193,19 +242,45 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) add(sums[v], got[sender][v]);
 #elif EXCHANGE
-  exchange(sums, mine, inboxes, own, rows, rank, call, at, wait);
+  const Place place(rows, call, at);
+  make_sendable(mine);
+#if TWO_SHOT
+  if (rank != owner)
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) send(owners + place.buffer + rank * place.pitch + v * STEP, mine[v]);
+  empty_former(inboxes[0], place, rank);
+  if (rank == owner) add_all(sums, mine, inboxes[0], own, place, rank, call, wait);
+#else
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+    for (int step = 1; step < RANKS; ++step) send(inboxes[step] + place.buffer + rank * place.pitch + v * STEP, mine[v]);
+  empty_former(inboxes[0], place, rank);
+  add_all(sums, mine, inboxes[0], own, place, rank, call, wait);
+#endif
 #elif RANKS == 1
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) add(sums[v], mine[v]);
 #endif
 
+  uint4 row[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) row[v] = round_piece(sums[v], stream[v]);
+#if TWO_SHOT
+  if (rank != owner) {
+    receive(row, inboxes[0], own, place, rank, owner, call, wait);
+  } else if (!wait.missing) {  // a rounded NaN is 0x7fff: no pair is EMPTY
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+      for (int step = 1; step < RANKS; ++step) send(inboxes[step] + place.buffer + rank * place.pitch + v * STEP, row[v]);
+  }
+#endif
   float squares = 0;
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
-    add(sums[v], stream[v]);
-    const u32 words[4] = {to_pair(sums[v][0], sums[v][1]), to_pair(sums[v][2], sums[v][3]), to_pair(sums[v][4], sums[v][5]),
-                          to_pair(sums[v][6], sums[v][7])};
-    if (RANKS > 0) store(h + at + v * STEP, make_uint4(words[0], words[1], words[2], words[3]));
+    const u32 words[4] = {row[v].x, row[v].y, row[v].z, row[v].w};
+    if (RANKS > 0) store(h + at + v * STEP, row[v]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       sums[v][2 * i] = low(words[i]);

@@ -79,20 +79,24 @@ __device__ __noinline__ void give_up(Header *own, u32 missing, int rank, int ran
   __threadfence_system();
 }
 
-// One wait of one thread. After every fruitless look, `is_over(absent)` says whether to stop; `missing` then says why.
+// One wait of one thread. After every fruitless look, `is_over(absent)` says whether to stop; `missing` then says why. Who waits
+// for a rank that itself waits for others has the patience for `waits` of them: the rank that is missing shall be named, not
+// the one that waits for it.
 struct Patience {
   u32 missing;  // ranks that are given up on
   u32 looks = 0;
   u64 began = 0;
+  const u32 waits;
 
-  __device__ __forceinline__ explicit Patience(Header *own) : missing(load_shared_word(&own->missing)) {}
+  __device__ __forceinline__ explicit Patience(Header *own, u32 waits = 1)
+      : missing(load_shared_word(&own->missing)), waits(waits) {}
 
   __device__ __forceinline__ bool is_over(u32 absent, Header *own, int rank, int ranks, u32 call) {
     if (missing) return true;
     if (++looks % 256) return false;
     if (began == 0) began = nanoseconds();
     missing = load_shared_word(&own->missing);
-    if (!missing && nanoseconds() - began > own->patience) {
+    if (!missing && nanoseconds() - began > waits * own->patience) {
       give_up(own, absent, rank, ranks, call);
       missing = absent;
     }

@@ -134,7 +134,8 @@ def _pack_shared(
             for weight, scale_inv in ((gate_up, gate_up_scale_inv), (down, down_scale_inv))
         )
         return gate_up, down, gate_up_scale_inv, down_scale_inv
-    return _fp8_gate_up(gate_up[None], gate_up_scale_inv[None]), _fp8_down(down[None], down_scale_inv[None])
+    packed = _fp8_gate_up(gate_up[None], gate_up_scale_inv[None]), _fp8_down(down[None], down_scale_inv[None])
+    return *packed, None, None  # scales are inside
 
 
 @moe_bf16.on("sm90", pack=pack_bf16)

@@ -69,7 +69,7 @@ def dotted(path: Path) -> str:
 
 
 def is_kernel(path: Path) -> bool:
-    return re.fullmatch(r"ops/\w+/(sm\d+\w*|\w*_sm\d+\w*)\.py", name_of(path)) is not None
+    return re.fullmatch(r"ops/\w+/(sm\d+\w*|\w*_sm\d+\w*|cutedsl)\.py", name_of(path)) is not None
 
 
 @cache
@@ -186,7 +186,7 @@ def test_kernels_are_imported_by_binding_only() -> None:
         for path in MODULES
         if not is_kernel(path) and name_of(path) not in ("ops/build.py", "parallel/ipc.py")
         for line, module in imports_of(path)
-        if re.search(r"\.sm\d+", module) or is_within(module, ("triton", "cuda"))
+        if re.search(r"\.(sm\d+|cutedsl)", module) or is_within(module, ("triton", "cuda", "cutlass"))
     ]
     assert not wrong
 

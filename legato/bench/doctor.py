@@ -27,6 +27,8 @@ from legato.ops.op import REFERENCE, Implementation, implemented
 
 Verdict = Literal["ok", "note", "fault"]
 
+#: Of a case's inputs that take a moment to draw.
+_QUICK_BYTES = 250_000_000
 #: NVRTC of other versions is reported to drop writes to distributed shared memory through mixed pointers.
 _NVRTC = (13, 0)
 
@@ -95,16 +97,26 @@ def machine(device: torch.device) -> Iterator[Finding]:
 
 
 def health(device: torch.device, only: Sequence[str] = ()) -> Iterator[OpHealth]:
-    """Every op (or those named) on every case that this machine can run, and the time of its largest one."""
+    """Every op (or those named) on its small cases and, on a GPU, on a few of production size, and the time of the largest one:
+    enough to find what is broken on a machine in a minute. The GPU tests run every case."""
     target = target_of(device)
     if target is not None:
         implemented(target)
     by_op: dict[str, list[Case]] = {}
     for case in cases():
-        if (case.on == "any" or device.type == "cuda") and (not only or case.op.name in only):
+        if not only or case.op.name in only:
             by_op.setdefault(case.op.name, []).append(case)
     for name, listed in by_op.items():
-        yield _health(name, listed, _served_by(listed[0], target), device)
+        small = [case for case in listed if case.on == "any"]
+        examined = small + (_few([case for case in listed if case.on != "any"]) if device.type == "cuda" else [])
+        if examined:
+            yield _health(name, examined, _served_by(examined[0], target), device)
+
+
+def _few(production: Sequence[Case]) -> list[Case]:
+    """The smallest, the middle one and the largest of those whose inputs are quickly drawn."""
+    quick = sorted((case for case in production if case.bytes <= _QUICK_BYTES), key=lambda case: case.bytes)
+    return [quick[place] for place in sorted({0, len(quick) // 2, len(quick) - 1})] if quick else []
 
 
 def target_of(device: torch.device) -> str | None:

@@ -12,6 +12,7 @@ from legato.__main__ import app
 from legato.bench import doctor
 from legato.engine import start
 from legato.ops import rms_norm, swiglu
+from legato.ops.catalog import cases
 from legato.ops.op import Implementation
 
 CPU = torch.device("cpu")
@@ -51,6 +52,15 @@ def test_an_op_that_raises_is_wrong_not_a_crash(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(swiglu.implementations, "sm90", Implementation("sm90", broken))
     (found,) = doctor.health(CPU, ["swiglu"])
     assert len(found.wrong) == found.num_cases and "no kernel image" in found.wrong[0]
+
+
+def test_a_few_cases_of_production_size_are_examined() -> None:
+    every = [case for case in cases() if case.on != "any" and case.op.name == "linear_bf16"]
+    few = doctor._few(every)
+    quick = [case.bytes for case in every if case.bytes <= doctor._QUICK_BYTES]
+    assert len(few) == 3 < len(quick) < len(every)
+    assert few[0].bytes == min(quick) and few[-1].bytes == max(quick), "the largest is timed"
+    assert doctor._few([]) == [] and len(doctor._few(every[:1])) <= 1
 
 
 def test_missing_packages_and_folders_come_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

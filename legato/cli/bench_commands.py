@@ -101,6 +101,7 @@ def bench_skeleton(
 
 app.command("slice")(share_commands.bench_slice)
 app.command("ablate")(share_commands.bench_ablate)
+app.command("layer")(share_commands.bench_layer)
 
 
 @app.command("serve")

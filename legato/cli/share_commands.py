@@ -236,6 +236,43 @@ class Sweep:
         return by_ranks(asked, numbers("--tp", self.ranks), [*listed], Shown(0, path, None, 0))
 
 
+def bench_layer(
+    model: Model = None,
+    dims: Dims = None,
+    tp: Tp = 8,
+    rank: Rank = 0,
+    layers: Layers = None,
+    dummy: Dummy = False,
+    format: Format = "nvfp4",
+    context: Annotated[str, typer.Option(help="Tokens that each request holds (written, not prefilled).")] = "8K",
+    k: Annotated[int, typer.Option("--num-drafts", "--k", "-k", help="Drafts that rows verify, 0 to 7.")] = 5,
+    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
+    distinct_experts: Experts = None,
+    kind: Annotated[
+        str, typer.Option(help="shared, full (with an indexer of its own), or both: shared,full.")
+    ] = "shared",
+    dense_format: options.DenseFormat = "stored",
+    latent: options.Latent = "auto",
+    device: options.Device = "auto",
+    op: options.Ops = None,
+    json: Json = None,
+) -> None:
+    """Times one kind of sparse decoder layer: hidden states to hidden states, many layers of it as one graph, and its kernels.
+
+    Without a checkpoint it is GLM-5.2 with drawn weights.
+    """
+    from legato.bench.steady import Work
+    from legato.cli.flags import numbers, overrides
+    from legato.cli.layer import bench_layer as run
+    from legato.cli.layer import kinds_of
+    from legato.cli.slice import Asked, Shown
+
+    asked = Asked(model, dims, tp, rank, layers, dummy, format, "stored", dense_format, device, None)
+    (one,), experts = numbers("--context", context), numbers("--distinct-experts", distinct_experts or "")
+    work = Work(batch, one, k, 1, experts[0] if experts else None, latent, overrides(op or []))
+    run(asked, work, kinds_of(kind), Shown(0, json, None, 0))
+
+
 def pictures_for(plot: Path | None) -> ModuleType | None:
     """What draws, if a picture is asked for: a missing matplotlib is noticed before anything is measured."""
     if plot is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,10 +12,13 @@ from legato.bench.layer import fields, measure, moments
 from legato.bench.share import drawn, first_layers
 from legato.bench.steady import SliceError, Work
 from legato.bench.trace import Span
+from legato.cli.layer import bench_layer, kinds_of
+from legato.cli.slice import Asked, Shown
+from legato.config import ConfigError
 from legato.model.convert import Target
 from legato.model.spec import ModelSpec
 from legato.parallel import Mesh
-from tests.tiny import tiny_config
+from tests.tiny import tiny_checkpoint, tiny_config
 
 CPU = torch.device("cpu")
 WORK = Work(batch=1, context=70, num_drafts=2, iterations=1, distinct_experts=None, latent="auto", ops={})
@@ -39,6 +45,16 @@ def test_a_layer_is_measured_and_recorded(tiny: ModelSpec) -> None:
 def test_a_share_without_such_a_layer_says_so(tiny: ModelSpec) -> None:
     with pytest.raises(SliceError, match="no sparse one of kind"):
         measure(drawn(first_layers(tiny, 1), Mesh(0, 2), None, CPU, torch.float32), WORK, "shared", CPU)
+
+
+def test_the_command_names_the_kinds(tmp_path: Path) -> None:
+    where = tmp_path / "layer.jsonl"
+    model = str(tiny_checkpoint(tmp_path, index_head_dim=128))
+    asked = Asked(model, None, 2, 0, None, False, "nvfp4", "stored", "stored", "cpu", None)
+    (line,) = bench_layer(asked, WORK, kinds_of("shared"), Shown(0, where, None, 0))
+    assert json.loads(where.read_text())["median_us"] == line["median_us"] > 0 and line["case"]["kind"] == "shared"
+    with pytest.raises(ConfigError, match="--kind"):
+        kinds_of("shared,half")
 
 
 def test_moments_are_counted_from_the_end_of_the_layer_before() -> None:

@@ -70,7 +70,8 @@ class ExecutionConfig:
     most 4. `ops` overrides the implementation of single ops, e.g. `{"attend": "reference"}`. `score_bytes` bounds the memory for
     index scores, which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a
     CPU, 1 GiB on a GPU. `tensor_parallel` ranks share the model, each on a GPU of its own (on a CPU: in a process of its own);
-    `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up. `draft_weights`: the MTP
+    `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up; their sums of at least
+    `two_shot_rows` rows go in two shots (`None`: none does; the same bits). `draft_weights`: the MTP
     layer as stored, or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8; or savings by name (see
     `legato.model.lean`; no token changes).
     `dense_format`: weights of attention, dense layers and shared experts as stored, or those that are unquantised in "fp8" (in
@@ -86,6 +87,7 @@ class ExecutionConfig:
     score_bytes: int | None = None
     tensor_parallel: int = 1
     rank_patience: float = 3.0
+    two_shot_rows: int | None = None
     draft_weights: str = "stored"
     dense_format: DenseFormatName = "stored"
 
@@ -152,6 +154,8 @@ class Config:
             )
         if not 0.1 <= self.execution.rank_patience <= 3600:
             raise ConfigError(f"rank_patience must be 0.1 to 3600 seconds, got {self.execution.rank_patience}")
+        if self.execution.two_shot_rows is not None and self.execution.two_shot_rows < 1:
+            raise ConfigError(f"two_shot_rows must be at least 1, got {self.execution.two_shot_rows}")
         if self.execution.threads is not None and self.execution.threads < 1:
             raise ConfigError(f"threads must be at least 1, got {self.execution.threads}")
 

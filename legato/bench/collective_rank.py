@@ -44,9 +44,10 @@ Sum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Bench:
-    """One rank with its peers: what it multiplies, sums and meets with."""
+    """One rank with its peers: what it multiplies, sums and meets with. `two_shot`: inboxes whose sums go in two shots."""
 
     ipc: IpcRank
+    two_shot: IpcRank
     library: DistributedRank
     meet: StoreMeeting
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -61,6 +62,18 @@ class Bench:
 
     def through_inboxes(self, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.ipc.add_norm(partial, residual, self.weight, EPS)
+
+    def in_two_shots(self, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.two_shot.add_norm(partial, residual, self.weight, EPS)
+
+    def ways(self) -> tuple[tuple[str, Sum], ...]:
+        """The sums that are compared, by name."""
+        return ("sm90", self.through_inboxes), ("sm90, two shots", self.in_two_shots), ("nccl", self.by_nccl)
+
+    def check(self) -> None:
+        """Raises RankLostError where a wait was given up."""
+        self.ipc.check()
+        self.two_shot.check()
 
     def by_nccl(self, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """NCCL's own sum, in place and in its own order, then this GPU's add and norm."""
@@ -87,10 +100,11 @@ def main(rank: int, ranks: int, port: int) -> None:
         "nccl", store=meet.store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank)
     )
     library = DistributedRank(mesh)
-    ipc = connect(mesh, meet, InboxShape(ranks, WIDTH), _PATIENCE_SECONDS, library)
+    shapes = InboxShape(ranks, WIDTH), InboxShape(ranks, WIDTH, two_shot_rows=1)
+    ipc, two_shot = (connect(mesh, meet, shape, _PATIENCE_SECONDS, library) for shape in shapes)
     torch.manual_seed(0)
     with torch.inference_mode():
-        bench = Bench(ipc, library, meet, _pairs(), 1 + 0.3 * torch.randn(WIDTH, device="cuda").bfloat16())
+        bench = Bench(ipc, two_shot, library, meet, _pairs(), 1 + 0.3 * torch.randn(WIDTH, device="cuda").bfloat16())
         for figure in (*_alone(bench), *_in_chain(bench), *_under_skew(bench)):
             print(json.dumps(figure), flush=True)
     meet(b"")
@@ -105,14 +119,14 @@ def _pairs() -> list[tuple[Tensor, Tensor]]:
     return [(weight(*INTO), weight(*OUT_OF)) for _ in range(PAIRS)]
 
 
-def _fault(bench: Bench, rows: int) -> str | None:
-    """What is wrong with one sum through the inboxes, against the reference, bit by bit in h."""
+def _fault(bench: Bench, add: Sum, rows: int) -> str | None:
+    """What is wrong with one sum through inboxes, against the reference, bit by bit in h."""
     residual, partials = bench.inputs(rows, seed=1)
-    h, normed = bench.through_inboxes(partials[bench.ipc.mesh.rank], residual)
+    h, normed = add(partials[bench.ipc.mesh.rank], residual)
     want_h, want = all_reduce_add_norm.reference(
         partials[0], residual, bench.weight, EPS, Recorded((), tuple(partials[1:]))
     )
-    bench.ipc.check()
+    bench.check()
     if not torch.equal(h, want_h):
         return f"{int((h != want_h).sum())} numbers of h differ from the reference"
     worst = float(((normed.float() - want.float()).abs() / want.float().abs().clamp(min=2**-8)).max())
@@ -122,16 +136,16 @@ def _fault(bench: Bench, rows: int) -> str | None:
 def _alone(bench: Bench) -> Iterator[dict[str, Any]]:
     """Sums one after the other, nothing between them."""
     for rows in ROWS:
-        fault = _fault(bench, rows)
         residual, partials = bench.inputs(rows)
-        for name, add in (("sm90", bench.through_inboxes), ("nccl", bench.by_nccl)):
+        for name, add in bench.ways():
+            fault = None if name == "nccl" else _fault(bench, add, rows)  # NCCL adds in an order of its own
 
             def steps(add: Sum = add, h: Tensor = residual, x: Tensor = partials[bench.ipc.mesh.rank]) -> None:
                 x = x.clone()  # NCCL sums in place
                 for _ in range(STEPS):
                     h, x = add(x, h)
 
-            yield _figure("alone", name, rows, _per_step(bench, steps), fault if name == "sm90" else None)
+            yield _figure("alone", name, rows, _per_step(bench, steps), fault)
 
 
 def _in_chain(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -146,10 +160,9 @@ def _in_chain(bench: Bench) -> Iterator[dict[str, Any]]:
                     h, x = add(x, h)
 
         without = _median(_per_step(bench, lambda: steps(None)))
-        ways = (("sm90", bench.through_inboxes), ("nccl", bench.by_nccl), ("add_rms_norm alone", bench.alone))
-        for name, add in ways:
+        for name, add in (*bench.ways(), ("add_rms_norm alone", bench.alone)):
             times = _per_step(bench, lambda add=add: steps(add))
-            bench.ipc.check()
+            bench.check()
             yield _figure("chain", name, rows, [us - without for us in times], None, chain_us=without)
 
 

@@ -56,6 +56,7 @@ class EngineFlags:
     threads: options.Threads = None
     tensor_parallel: options.TensorParallel = 1
     rank_patience: options.RankPatience = ExecutionConfig().rank_patience
+    two_shot_rows: options.TwoShotRows = None
     draft_weights: options.DraftWeights = "stored"
     dense_format: options.DenseFormat = "stored"
     op: options.Ops = None
@@ -87,6 +88,7 @@ class EngineFlags:
                 threads=self.threads,
                 tensor_parallel=self.tensor_parallel,
                 rank_patience=self.rank_patience,
+                two_shot_rows=self.two_shot_rows,
                 draft_weights=self.draft_weights,
                 dense_format=dense_format,
                 ops=overrides(self.op or []),

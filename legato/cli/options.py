@@ -160,6 +160,15 @@ RankPatience = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+TwoShotRows = Annotated[
+    int | None,
+    typer.Option(
+        help="On several GPUs: sums of at least so many rows go in two shots; by default none does. What pays here, "
+        "`legato bench ops reduce --ranks N` says.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
 VerifySpeculation = Annotated[
     float,
     typer.Option(

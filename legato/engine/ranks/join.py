@@ -134,7 +134,7 @@ def join(
     )
     library = DistributedRank(mesh)
     loaded = load_rank(own, checkpoint, progress, mesh)
-    communicator: Communicator = Counted(library, signs) if is_cpu else _inboxes(checkpoint, mesh, meet, library)
+    communicator: Communicator = Counted(library, signs) if is_cpu else _inboxes(config, checkpoint, meet, library)
     runner = build_runner(loaded.spec, loaded.weights, loaded.settings, communicator, progress)
     joined = Joined(loaded, runner, communicator)
     prepare(runner)
@@ -143,9 +143,11 @@ def join(
     return joined
 
 
-def _inboxes(checkpoint: Checkpoint, mesh: Mesh, meet: StoreMeeting, library: DistributedRank) -> Communicator:
+def _inboxes(config: Config, checkpoint: Checkpoint, meet: StoreMeeting, library: DistributedRank) -> Communicator:
     """Sums through shared memory of the GPUs. Imported here: a CPU has none of what it needs."""
     ipc = importlib.import_module("legato.parallel.ipc")
     inbox = importlib.import_module("legato.ops.reduce.inbox")
-    shape = inbox.InboxShape(mesh.size, stored_spec(checkpoint).hidden_size, HIDDEN_ROWS)
-    return ipc.connect(mesh, meet, shape, START_S, library)
+    width, two_shot_rows = stored_spec(checkpoint).hidden_size, config.execution.two_shot_rows
+    shape = inbox.InboxShape(meet.mesh.size, width, HIDDEN_ROWS, two_shot_rows)
+    importlib.import_module("legato.ops.reduce.sm90").load_sums(shape)
+    return ipc.connect(meet.mesh, meet, shape, START_S, library)

@@ -19,7 +19,7 @@ from torch import Tensor
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.pointwise import rms_norm
 from legato.ops.reduce import Exchange, Recorded, add_rms_norm, all_gather, all_reduce_add_norm
-from legato.ops.reduce.inbox import GATHER_BLOCKS, MOST_RANKS, MOST_WORDS, Inbox
+from legato.ops.reduce.inbox import GATHER_BLOCKS, MOST_RANKS, MOST_WORDS, Inbox, InboxShape
 
 _ADD_NORM = Path(__file__).with_name("sm90_add_norm.cu")
 _ALL_GATHER = Path(__file__).with_name("sm90_all_gather.cu")
@@ -48,6 +48,13 @@ def add_norm_kernel(num_ranks: int, width: int, local: bool = False, two_shot: b
     assert block is not None
     macros = {"RANKS": num_ranks, "THREADS": block, "VECTORS": width // _PIECE // block, "LOCAL": int(local)}
     return Kernel(Source(_ADD_NORM, macros | {"TWO_SHOT": int(two_shot)}), "add_norm")
+
+
+def load_sums(shape: InboxShape) -> None:
+    """Compiles and loads what sums through such inboxes take, of few rows and of many: a warm-up need not meet both."""
+    if threads(shape.width) is not None:
+        for rows in (1, shape.rows):
+            add_norm_kernel(shape.num_ranks, shape.width, two_shot=shape.is_two_shot(rows)).load()
 
 
 @cache

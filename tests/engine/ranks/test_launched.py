@@ -48,6 +48,11 @@ def test_torchrun_and_the_settings_must_agree() -> None:
         check_size(Config(), launched)
 
 
+def test_sums_have_a_least_number_of_rows_in_two_shots() -> None:
+    with pytest.raises(ConfigError, match="two_shot_rows must be at least 1, got 0"):
+        Config(execution=ExecutionConfig(two_shot_rows=0))
+
+
 @pytest.mark.full
 def test_torchrun_makes_one_engine() -> None:
     arguments = ["generate", "--device", "cpu", "--threads", "1", "--context", "1024", "-t", "0", "--max-tokens", "24"]

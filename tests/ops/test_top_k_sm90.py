@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 
 from legato.ops import build, top_k
 from legato.ops.case import Draw
-from legato.ops.select import sm90, sm90_clusters, torch_topk
+from legato.ops.select import sm90, sm90_blocks, sm90_clusters, torch_topk
 from legato.ops.select.adversarial import adversarial_rows
 
 try:
@@ -37,8 +37,9 @@ def test_the_source_compiles(form: sm90.Form) -> None:
     assert used.spill_store_bytes <= 40 and used.spill_load_bytes <= 120
 
 
-def test_the_baseline_compiles_without_spills() -> None:
-    used = sm90_clusters.KERNEL.usage("sm_90a")
+@pytest.mark.parametrize("form", [sm90_clusters.CLUSTERS, sm90_blocks.BLOCKS])
+def test_the_baselines_compile_without_spills(form: sm90_clusters.Binned) -> None:
+    used = form.kernel.usage("sm_90a")
     assert used.registers <= 32 and used.spill_store_bytes == used.stack_bytes == 0
 
 
@@ -191,13 +192,14 @@ def test_crowds_at_the_boundary(width: int) -> None:
 
 @gpu
 @needs_gpu
-def test_the_baseline_chooses_what_the_reference_does() -> None:
+@pytest.mark.parametrize("form", [sm90_clusters.CLUSTERS, sm90_blocks.BLOCKS])
+def test_the_baselines_choose_what_the_reference_does(form: sm90_clusters.Binned) -> None:
     draw = Draw(torch.Generator("cuda").manual_seed(0), torch.device("cuda"))
     for width in (64, 2048, 2304, 8192, 81920):
         scores, table = draw.normal(6, width), draw.distinct(width // 64, width // 64).view(1, -1)
         lengths, request = (torch.full((6,), value, dtype=torch.int32, device="cuda") for value in (width, 0))
         given = scores, lengths, 2048, table, request
-        found, expected = sm90_clusters.top_k_in_clusters(*given), top_k.reference(*given)
+        found, expected = form.run(*given), top_k.reference(*given)
         assert torch.equal(found[0].sort(1).values, expected[0].sort(1).values) and torch.equal(found[1], expected[1])
 
 

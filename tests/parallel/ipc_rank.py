@@ -89,7 +89,7 @@ def skewed(ipcs, calls):
 
 def mixed(ipcs, calls):
     """Both of the above where every other group of inboxes sums in two shots."""
-    return skewed(ipcs, calls) | {"parity": [parity(ipcs[lane : lane + 1], 20)["wrong"] for lane in (0, 1)]}
+    return skewed(ipcs, calls) | {"parity": [parity(ipcs[lane : lane + 1], 8)["wrong"] for lane in (0, 1)]}
 
 
 def absent(ipcs, calls):

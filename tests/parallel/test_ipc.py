@@ -56,12 +56,11 @@ def test_calls_under_skew() -> None:
     assert all(result["calls"] >= 100_000 for result in results)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_more_ranks_than_gpus_in_one_shot_and_in_two(ranks: int) -> None:
+def test_eight_ranks_in_one_shot_and_in_two() -> None:
     """Every other group of inboxes sums in two shots."""
-    results = run("mixed", 4_000, ranks, lanes=16)
+    results = run("mixed", 1_600, ranks=8, lanes=16)
     print(results)
-    assert [(result["wrong"], result["parity"]) for result in results] == [(0, [0, 0])] * ranks
+    assert [(result["wrong"], result["parity"]) for result in results] == [(0, [0, 0])] * 8
 
 
 def test_a_rank_that_never_calls_is_named() -> None:

@@ -295,7 +295,10 @@ def ops(lines: Sequence[Line]) -> Figure:
             fontsize=7,
         )  # fmt: skip
     axis.set_yticks(range(len(right)), [f"{line['name']} {_words(line['case'])}" for line in right], fontsize=7)
-    axis.set(xlabel=f"% of roofline ({', '.join(targets)})")
+    for target, colour in zip(targets, _cycle(), strict=False):
+        axis.barh(0, 0, color=colour, label=target)
+    figure.legend(loc="outside upper left", fontsize=8, ncols=4)
+    axis.set(xlabel="% of roofline")
     axis.grid(axis="y", visible=False)
     return figure
 

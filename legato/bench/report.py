@@ -54,6 +54,12 @@ def _accept(line: Line) -> Any:
     return found["value"] if isinstance(found, dict) else found
 
 
+def _ops(lines: Sequence[Line]) -> list[Figure]:
+    """A picture of those whose roofline is known, if there are any."""
+    known = [line for line in lines if line.get("correct") and line.get("roofline_percent")]
+    return [plots.ops(known)] if known else []
+
+
 SECTIONS = (
     Section(
         "pareto",
@@ -168,7 +174,7 @@ SECTIONS = (
         "Time per call in a replayed graph, and the share of the time that bytes and arithmetic allow. Results that were wrong "
         "have no bar.",
         "A kernel alone: what it costs between others is in the iteration's figures.",
-        plots.ops,
+        _ops,
         (
             ("op", lambda line: line["name"]),
             ("implementation", lambda line: line["implementation"]),

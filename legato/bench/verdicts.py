@@ -78,15 +78,27 @@ def ablate(lines: Sequence[Line]) -> list[str]:
     """What pays, the most first, and what makes no difference."""
     taken = sorted((line for line in lines if line["decision"] != "as it is"), key=lambda line: -line["times"])
     taken = [line for line in taken if line["implementation"] != "as it is"]
-    pays = [f"{line['decision']} ({line['implementation']}: {line['times']:.2f} times as long)" for line in taken]
-    paying = [words for words, line in zip(pays, taken, strict=True) if line["times"] > 1 + WITHIN]
-    even = dict.fromkeys(line["implementation"] for line in taken if abs(line["times"] - 1) <= WITHIN)
+    at = {id(line): _at(line, taken) for line in taken}
+    paying = [
+        f"{line['decision']} ({line['implementation']}{at[id(line)]}: {line['times']:.2f} times as long)"
+        for line in taken
+        if line["times"] > 1 + WITHIN
+    ]
+    even = [f"{line['implementation']}{at[id(line)]}" for line in taken if abs(line["times"] - 1) <= WITHIN]
     costs = [line for line in taken if line["times"] < 1 - WITHIN]
     words = [f"What pays: {'; '.join(paying)}."] if paying else []
     words += [f"No difference within {100 * WITHIN:g} %: {'; '.join(even)}."] if even else []
     return words + [
-        f"Faster than as it is: {line['implementation']} ({line['times']:.2f} times as long)." for line in costs
+        f"Faster than as it is: {line['implementation']}{at[id(line)]} ({line['times']:.2f} times as long)."
+        for line in costs
     ]
+
+
+def _at(line: Line, lines: Sequence[Line]) -> str:
+    """The context, where the same was measured at several."""
+    alike = (line["decision"], line["implementation"])
+    contexts = {other["context"] for other in lines if (other["decision"], other["implementation"]) == alike}
+    return f" at {line['context']:,} tokens" if len(contexts) > 1 else ""
 
 
 def _count(number: int, what: str) -> str:

@@ -87,14 +87,20 @@ def test_what_measurements_come_to_is_said_in_words() -> None:
         "four bits: from 1,024 to 8,192 tokens an iteration goes from 7.00 to 8.00 ms (1.14 times).",
     ]
     taken = [
-        ("overlap", "settled first", 1.1),
-        ("one graph", "three graphs", 1.01),
-        ("draft weights", "fewer bits", 0.9),
+        ("overlap", "settled first", 4096, 1.1),
+        ("one graph", "three graphs", 4096, 1.01),
+        ("draft weights", "fewer bits", 4096, 0.9),
+        ("IndexShare", "own", 4096, 0.96),
+        ("IndexShare", "own", 1_000_000, 1.05),
     ]
-    ablated = [{"decision": decision, "implementation": name, "times": times} for decision, name, times in taken]
+    ablated = [
+        {"decision": decision, "implementation": name, "context": context, "times": times}
+        for decision, name, context, times in taken
+    ]
     assert verdicts.ablate(ablated) == [
-        "What pays: overlap (settled first: 1.10 times as long).",
+        "What pays: overlap (settled first: 1.10 times as long); IndexShare (own at 1,000,000 tokens: 1.05 times as long).",
         "No difference within 2 %: three graphs.",
+        "Faster than as it is: own at 4,096 tokens (0.96 times as long).",
         "Faster than as it is: fewer bits (0.90 times as long).",
     ]
 

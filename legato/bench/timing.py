@@ -132,6 +132,18 @@ def sample_graph(graph: torch.cuda.CUDAGraph, device: torch.device, num_samples:
     while time.perf_counter() - began < _WARM_UP_SECONDS:
         graph.replay()
         torch.cuda.synchronize(device)
+    return _samples(graph, device, num_samples)
+
+
+def sample_replays(graph: torch.cuda.CUDAGraph, num_samples: int, warm_up: int = 20) -> list[float]:
+    """Microseconds of single replays, for graphs that several ranks must replay equally often."""
+    for _ in range(warm_up):
+        graph.replay()
+    torch.cuda.synchronize()
+    return _samples(graph, torch.device("cuda"), num_samples)
+
+
+def _samples(graph: torch.cuda.CUDAGraph, device: torch.device, num_samples: int) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_samples)]
     # Queued behind one another, with a replay in front, so that no sample waits for the host.
     graph.replay()
@@ -140,21 +152,6 @@ def sample_graph(graph: torch.cuda.CUDAGraph, device: torch.device, num_samples:
         graph.replay()
         marks[2 * sample + 1].record()
     torch.cuda.synchronize(device)
-    return [1e3 * marks[2 * i].elapsed_time(marks[2 * i + 1]) for i in range(num_samples)]
-
-
-def sample_replays(graph: torch.cuda.CUDAGraph, num_samples: int, warm_up: int = 20) -> list[float]:
-    """Microseconds of single replays, for graphs that several ranks must replay equally often."""
-    for _ in range(warm_up):
-        graph.replay()
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_samples)]
-    graph.replay()
-    for sample in range(num_samples):
-        marks[2 * sample].record()
-        graph.replay()
-        marks[2 * sample + 1].record()
-    torch.cuda.synchronize()
     return [1e3 * marks[2 * i].elapsed_time(marks[2 * i + 1]) for i in range(num_samples)]
 
 

@@ -13,14 +13,11 @@ from rich.table import Table
 
 from legato.bench.layer import LayerFigure, fields, measure
 from legato.bench.record import Setting, append
-from legato.bench.share import routed
 from legato.bench.steady import SliceError, Work
 from legato.cli.bench import device_named
-from legato.cli.slice import Asked, Shown, case_of, check, is_drawn, share_of
+from legato.cli.slice import Asked, Shown, case_of, check, routed_share_of
 from legato.config import ConfigError
-from legato.engine.start import targets_of
 from legato.model.spec import IndexerKind
-from legato.ops import BindError, bind
 
 
 def kinds_of(text: str) -> list[IndexerKind]:
@@ -41,13 +38,7 @@ def bench_layer(asked: Asked, work: Work, kinds: list[IndexerKind], shown: Shown
     """
     check(asked, [work])
     console, device = Console(), device_named(asked.device)
-    try:
-        bind(targets_of(str(device)), dict(work.ops))
-    except BindError as error:
-        raise ConfigError(f"--op: {error}") from error
-    share = share_of(asked, [work], device)
-    if is_drawn(asked):
-        share = routed(share, work.distinct_experts, work.num_drafts + 1)
+    share = routed_share_of(asked, work, device)
     setting = Setting.here(device)
     lines: list[dict[str, Any]] = []
     for kind in kinds:

@@ -13,14 +13,12 @@ from rich.console import Console
 
 from legato.bench.prefill import PrefillFigure, Prompt, measure_prefill, prefill_fields
 from legato.bench.record import Setting, append
-from legato.bench.share import Share, routed
+from legato.bench.share import Share
 from legato.bench.steady import Work
 from legato.cli.bench import device_named
 from legato.cli.flags import numbers
-from legato.cli.slice import Asked, Shown, case_of, is_drawn, kernel_table, share_of
+from legato.cli.slice import Asked, Shown, case_of, kernel_table, routed_share_of
 from legato.config import MAX_DRAFTS, ConfigError
-from legato.engine.start import targets_of
-from legato.ops import BindError, bind
 
 REPEATS = 3
 """Timed runs of a prompt, after one that is not."""
@@ -55,13 +53,7 @@ def bench_prefill(asked: Asked, listed: Sequence[Prompt], work: Work, shown: Sho
     if not 0 <= work.num_drafts <= MAX_DRAFTS:
         raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {work.num_drafts}")
     console, device = Console(), device_named(asked.device)
-    try:
-        bind(targets_of(str(device)), dict(work.ops))
-    except BindError as error:
-        raise ConfigError(f"--op: {error}") from error
-    share = share_of(asked, [work], device)
-    if is_drawn(asked):
-        share = routed(share, work.distinct_experts, work.num_drafts + 1)
+    share = routed_share_of(asked, work, device)
     setting = Setting.here(device)
     lines: list[dict[str, Any]] = []
     for prompt in listed:

@@ -92,11 +92,7 @@ def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict
     console, device = Console(), device_named(asked.device)
     if shown.trace is not None and device.type != "cuda":
         raise ConfigError("--trace records a GPU: use --device cuda")
-    try:
-        # First of all: what is bound packs the weights as they are made.
-        bound = bind(targets_of(str(device)), dict(listed[0].ops))
-    except BindError as error:
-        raise ConfigError(f"--op: {error}") from error
+    bound = bind_ops(listed[0], device)
     share = share_of(asked, listed, device)
     if device.type == "cuda":
         pack(share, listed[0], device)
@@ -235,6 +231,23 @@ def case_of(asked: Asked) -> dict[str, str]:
 def is_drawn(asked: Asked) -> bool:
     """Whether weights are drawn rather than read."""
     return asked.dummy or asked.model is None
+
+
+def bind_ops(work: Work, device: torch.device) -> Bindings:
+    """Which implementation each op has; to be called first of all, since what is bound packs the weights as they are made. Raises
+    ConfigError."""
+    try:
+        return bind(targets_of(str(device)), dict(work.ops))
+    except BindError as error:
+        raise ConfigError(f"--op: {error}") from error
+
+
+def routed_share_of(asked: Asked, work: Work, device: torch.device) -> Share:
+    """The share that the flags name, with ops bound, and with a router for as many experts as `work` names where it is drawn.
+    Raises as `share_of`."""
+    bind_ops(work, device)
+    share = share_of(asked, [work], device)
+    return routed(share, work.distinct_experts, work.num_drafts + 1) if is_drawn(asked) else share
 
 
 def share_of(asked: Asked, listed: Sequence[Work], device: torch.device) -> Share:

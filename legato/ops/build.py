@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -315,12 +316,14 @@ def tensor_map(tensor: Tensor, box: Sequence[int], swizzle: int = 0) -> TensorMa
 
     `box`: what one copy brings, in elements, of as many dimensions as the tensor has (1 to 5; the last one contiguous).
     `swizzle`: bytes of a row over which 16-byte pieces change places in shared memory: 0 (none), 32, 64 or 128. Elements
-    beyond the tensor arrive as zeros. Raises ValueError for what the engine cannot describe.
+    beyond the tensor arrive as zeros. The map holds the tensor's address and not the tensor: whoever keeps maps does not keep
+    memory. Raises ValueError for what the engine cannot describe.
     """
     kinds = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
     if swizzle not in kinds:
         raise ValueError(f"tensor_map: a swizzle of {swizzle} bytes; there are {', '.join(map(str, kinds))}")
-    view = StridedMemoryView.from_any_interface(tensor, stream_ptr=-1)  # -1: nothing waits for the tensor's values
+    bare = SimpleNamespace(__cuda_array_interface__={**tensor.__cuda_array_interface__, "version": 3})
+    view = StridedMemoryView.from_cuda_array_interface(bare, stream_ptr=-1)  # -1: nothing waits for the tensor's values
     made = view.as_tensor_map(
         tuple(box), swizzle=getattr(TensorMapSwizzle, kinds[swizzle]), l2_promotion=TensorMapL2Promotion.L2_256B
     )

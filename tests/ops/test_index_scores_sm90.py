@@ -114,6 +114,18 @@ def test_a_million_keys() -> None:
 
 @pytest.mark.gpu
 @on_gpu
+def test_maps_of_a_cache_do_not_keep_its_memory() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    cache = torch.zeros(1000, INDEX_PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    sm90._MAPS.of(cache)
+    assert torch.cuda.memory_allocated() > before
+    del cache
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_ragged_batches() -> None:
     for rows in range(1, 9):
         made = batch((0, 1, 64, 3000, 20000, 129, 2), rows, seed=rows)

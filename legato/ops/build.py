@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -322,7 +322,8 @@ def tensor_map(tensor: Tensor, box: Sequence[int], swizzle: int = 0) -> TensorMa
     kinds = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
     if swizzle not in kinds:
         raise ValueError(f"tensor_map: a swizzle of {swizzle} bytes; there are {', '.join(map(str, kinds))}")
-    bare = SimpleNamespace(__cuda_array_interface__={**tensor.__cuda_array_interface__, "version": 3})
+    described = cast("Mapping[str, Any]", tensor.__cuda_array_interface__)
+    bare = SimpleNamespace(__cuda_array_interface__={**described, "version": 3})
     view = StridedMemoryView.from_cuda_array_interface(bare, stream_ptr=-1)  # -1: nothing waits for the tensor's values
     made = view.as_tensor_map(
         tuple(box), swizzle=getattr(TensorMapSwizzle, kinds[swizzle]), l2_promotion=TensorMapL2Promotion.L2_256B

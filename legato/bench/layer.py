@@ -188,7 +188,7 @@ def _weight_bytes(layer: LayerWeights, reached: float) -> float:
     if moe.shared is not None:
         always += moe.shared.gate_up.nbytes + moe.shared.down.nbytes
     elif isinstance(moe.experts, PackedExperts):
-        inside = sum(tensor.nbytes for tensor in moe.experts.tensors[-2:])  # the shared expert, inside the launch
+        inside = moe.experts.shared_nbytes
         always, experts = always + inside, experts - inside
     return always + experts * reached / moe.experts.num_experts
 

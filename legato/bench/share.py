@@ -17,10 +17,10 @@ from legato.model.convert import Target
 from legato.model.dummy import Recipe, dummy_weights, rerouted, router_spread
 from legato.model.footprint import bytes_per_rank
 from legato.model.inventory import survey
-from legato.model.names import Group, Kind, expected, layer_prefix
+from legato.model.names import Kind, expected, layer_prefix
 from legato.model.requantization import AS_STORED, Requantization
 from legato.model.spec import ModelSpec, SpecError
-from legato.model.weights import GlmWeights, MoeWeights, Residency, load_weights
+from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.parallel import LoopBack, Mesh
 from legato.quant.formats import Format
 
@@ -105,9 +105,7 @@ def loaded(
 def _traffic(
     spec: ModelSpec, formats: Mapping[str, Format], mesh: Mesh, again: Requantization, weights: GlmWeights
 ) -> Traffic:
-    inside = any(isinstance(layer.mlp, MoeWeights) and layer.mlp.shared is None for layer in weights.layers)
-    kept = (Group.SHARED_EXPERT,) if inside else ()  # the launch of the experts holds it as stored
-    found = traffic_of(spec, again.formats(formats, spec, kept), mesh.size)
+    found = traffic_of(spec, again.formats(formats, spec), mesh.size)
     if weights.mtp is not None:
         name = f"{layer_prefix(spec.num_layers)}eh_proj"
         entry = next(entry for entry in expected(spec) if entry.name == name)

@@ -6,7 +6,7 @@ files. Called by `legato.model.weights`; the choice is the engine's configuratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -38,9 +38,9 @@ class Requantization:
     drafts: DraftWeights = DraftWeights.STORED
     dense: DenseFormat = DenseFormat.STORED
 
-    def formats(self, formats: Mapping[str, Format], spec: ModelSpec, kept: Container[Group] = ()) -> dict[str, Format]:
-        """The formats that linears are kept in, by name; `formats`: of the checkpoint; `kept`: groups that stay."""
-        found = dict(formats) if self.dense is DenseFormat.STORED else _in_fp8(formats, spec, kept)
+    def formats(self, formats: Mapping[str, Format], spec: ModelSpec) -> dict[str, Format]:
+        """The formats that linears are kept in, by name; `formats`: of the checkpoint."""
+        found = dict(formats) if self.dense is DenseFormat.STORED else _in_fp8(formats, spec)
         return lean_formats(found, spec, self.drafts)
 
 
@@ -74,11 +74,11 @@ def finish_of(dense: DenseFormat, formats: Mapping[str, Format], dequantized: to
     return finish
 
 
-def _in_fp8(formats: Mapping[str, Format], spec: ModelSpec, kept: Container[Group]) -> dict[str, Format]:
+def _in_fp8(formats: Mapping[str, Format], spec: ModelSpec) -> dict[str, Format]:
     """A join of dense and quantised modules, which stays as it is, is not looked at: no release has one."""
     found = dict(formats)
     for entry in expected(spec):
         is_one = entry.kind is Kind.LINEAR and entry.group in _GROUPS and not entry.name.endswith(_KEPT)
-        if is_one and entry.group not in kept and formats.get(entry.name) is Format.DENSE:
+        if is_one and formats.get(entry.name) is Format.DENSE:
             found[entry.name] = Format.FP8_BLOCK
     return found

@@ -287,26 +287,17 @@ class _Loader:
         )
 
     def _dense(self, prefix: str) -> MlpWeights:
-        return self._finished(prefix, self._mlp(prefix))
-
-    def _mlp(self, prefix: str) -> MlpWeights:
-        gate_up = self.reader.joined([prefix + "gate_proj", prefix + "up_proj"])
-        return MlpWeights(gate_up, self.reader.linear(prefix + "down_proj"))
-
-    def _finished(self, prefix: str, mlp: MlpWeights) -> MlpWeights:
-        gate_up = self._finish([prefix + "gate_proj", prefix + "up_proj"], mlp.gate_up)
-        return MlpWeights(gate_up, self._finish([prefix + "down_proj"], mlp.down))
+        gate_and_up = [prefix + "gate_proj", prefix + "up_proj"]
+        gate_up = self._finish(gate_and_up, self.reader.joined(gate_and_up))
+        return MlpWeights(gate_up, self._finish([prefix + "down_proj"], self.reader.linear(prefix + "down_proj")))
 
     def _moe(self, prefix: str) -> MoeWeights:
         reader = self.reader
         gate = reader.dense(prefix + "gate", torch.float32)
         bias = reader.float_tensor(prefix + "gate.e_score_correction_bias", torch.float32)
         experts = reader.experts(prefix + "experts.", self.spec.num_experts)
-        shared = self._mlp(prefix + "shared_experts.") if self.spec.num_shared_experts else None
+        shared = self._dense(prefix + "shared_experts.") if self.spec.num_shared_experts else None
         experts, inside = keep(experts, None if shared is None else (shared.gate_up, shared.down))
-        # Inside the launch of the experts it stays as stored, which is faster than two launches of fewer bits.
-        if shared is not None and not inside:
-            shared = self._finished(prefix + "shared_experts.", shared)
         return MoeWeights(
             gate=gate,
             bias=bias,

@@ -11,6 +11,7 @@ from legato.ops import moe_bf16
 from legato.ops.op import Implementation
 from legato.quant.dense import DenseExperts, DenseWeight
 from legato.quant.fp8_block import quantize_fp8_block
+from legato.quant.nvfp4 import quantize_nvfp4
 from legato.quant.packed import PackedExperts, keep
 
 
@@ -54,7 +55,14 @@ def test_packed_experts_hold_the_shared_one_and_give_the_same_sum(
         packed.dequantize(torch.float32)
 
 
-def test_a_quantised_shared_expert_stays_outside(experts: DenseExperts, bound: None) -> None:
+def test_a_shared_expert_in_fp8_blocks_goes_inside_with_its_scales(experts: DenseExperts, bound: None) -> None:
     weight = quantize_fp8_block(torch.randn(128, 128))
+    packed, inside = keep(experts, (weight, weight))
+    assert isinstance(packed, PackedExperts) and inside and len(packed.stored) == 6
+    assert packed.shared_nbytes == 2 * weight.nbytes and packed.nbytes == experts.nbytes + packed.shared_nbytes
+
+
+def test_another_shared_expert_stays_outside(experts: DenseExperts, bound: None) -> None:
+    weight = quantize_nvfp4(torch.randn(128, 128))
     packed, inside = keep(experts, (weight, weight))
     assert not inside and len(packed.stored) == 2

@@ -26,6 +26,8 @@ WARPS = 16
 #: Shared memory of a multiprocessor less what the system keeps of it for a block.
 _SHARED_BYTES = 226 * 1024
 _PARTIAL_BYTES = 512
+#: Buffers in which the warps' sums of a unit meet: how far warps may part.
+_BUFFERS = 4
 #: Slots of a ring, at most: what is asked for at once.
 _MOST_SLOTS = 12
 
@@ -75,7 +77,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
     slice_k = -(-what.hidden // 128 // warps)
     pairs, tiles = rows * choices, most_tiles(rows, choices, what.num_experts)
     x_bytes, terms = warps * held * (slice_k * 256 + 16), (pairs + rows) * (strips * 16 + 4) * 4
-    fixed = x_bytes + 2 * warps * _PARTIAL_BYTES
+    fixed = x_bytes + _BUFFERS * warps * _PARTIAL_BYTES
     static = tiles * (12 + 4 * held) + pairs * 8 + what.num_experts * 8 + 1536
     # The largest copies of which two are in flight.
     room = _SHARED_BYTES - static - fixed

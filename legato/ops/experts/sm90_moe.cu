@@ -45,10 +45,12 @@ constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED =
 constexpr int SLOT_BYTES = CHUNK_BYTES > SHARED_CHUNK_BYTES ? CHUNK_BYTES : SHARED_CHUNK_BYTES;
 constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
 constexpr int PARTIAL_BYTES = WARPS * 512;
+constexpr int BUFFERS = 4;  // for sums that meet: how far warps may part
+static_assert(WARPS == 16, "the order of a sum is that of four groups of four warps");
 constexpr size_t FEATURE_BYTES = size_t(MOST_FEATURES) * WIDTH * 2;
 constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
 static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
-static_assert(WARPS * (RING_BYTES + X_BYTES) + 2 * PARTIAL_BYTES == DYNAMIC_BYTES, "the launch counts as this does");
+static_assert(WARPS * (RING_BYTES + X_BYTES) + BUFFERS * PARTIAL_BYTES == DYNAMIC_BYTES, "the launch counts as this does");
 static_assert(HIDDEN % 128 == 0 && (WIDTH % 256 == 0 || WIDTH == 128), "K comes in steps and pieces");
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
@@ -151,10 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int choices, int experts, int x_stride) {
   extern __shared__ __align__(1024) u8 memory[];
   __shared__ __align__(8) u64 full_barriers[WARPS][SLOTS];
-  __shared__ __align__(8) u64 met_barriers[2], free_barriers[2];
+  __shared__ __align__(8) u64 met_barriers[BUFFERS], free_barriers[BUFFERS];
   __shared__ int expert_of[MOST_TILES];     // -1: the shared expert
   __shared__ int count_of[MOST_TILES];      // rows of a tile
-  __shared__ int pair_of[MOST_TILES][X_ROWS];  // row * choices + choice; the shared expert's pairs follow
+  __shared__ int pair_of[MOST_TILES][X_ROWS];  // row * choices + choice (the shared expert's follow), and the row 16 bits up
   __shared__ int id_of[MOST_PAIRS];
   __shared__ float weight_of[MOST_PAIRS];
   __shared__ int seen_of[EXPERTS], open_of[EXPERTS];  // pairs of an expert so far, and its last tile
@@ -165,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int block = blockIdx.x, pairs = rows * choices;
   u8 *const ring = memory + warp * RING_BYTES;
   float *const partial = reinterpret_cast<float *>(memory + WARPS * RING_BYTES);
-  u8 *const x_all = memory + WARPS * RING_BYTES + 2 * PARTIAL_BYTES, *const x_own = x_all + warp * X_BYTES;
+  u8 *const x_all = memory + WARPS * RING_BYTES + BUFFERS * PARTIAL_BYTES, *const x_own = x_all + warp * X_BYTES;
   float *const terms = TERMS_SHARED ? reinterpret_cast<float *>(x_all)
                                     : terms_global + size_t(block) * (pairs + rows) * TERM_PITCH;
   const u32 ring_at = shared_address(ring), full = shared_address(full_barriers[warp]);
@@ -173,7 +175,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
 
   // This warp's slice of K in the first half, and this block's strips in the second.
-  const int slice_begin = warp * DEPTH / WARPS, slice = (warp + 1) * DEPTH / WARPS - slice_begin;
+  const int slice_begin = warp * DEPTH / WARPS;
+  const int slice = DEPTH % WARPS == 0 ? SLICE : (warp + 1) * DEPTH / WARPS - slice_begin;
   const int strip_begin = block * STRIPS_ALL / GRID, live = (block + 1) * STRIPS_ALL / GRID - strip_begin;
 
   // The shared expert's tiles stand first. Its units go round the blocks, whatever the routing.
@@ -185,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // What this warp reads, in order: units of the shared expert, routed units, then strips of tiles. Lane 0 asks for it.
   const u8 *source = nullptr;
   int source_steps = 0, source_chunk = 0, source_run = 0, source_unit = 0, fetch_slot = 0, in_flight = 0;
+  int source_more = 0;  // units of the same tile that follow the open one
   Item source_item = {0, 0};
   bool source_shared = false;
   auto open = [&](bool known) {
@@ -198,11 +202,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (!known) return false;
     if (source_unit < shared_units + routed_units) {
-      const int unit = routed_first + source_unit - shared_units;
-      source_shared = false, source_chunk = CHUNK;
+      constexpr size_t unit_bytes = size_t(DEPTH) * (128 / Routed::STEP_K) * Routed::BYTES;
       source_steps = slice * (128 / Routed::STEP_K);
-      source = w13 + ((size_t(expert_of[shared_tiles + unit / UNITS]) * UNITS + unit % UNITS) * DEPTH + slice_begin) *
-                         (128 / Routed::STEP_K) * Routed::BYTES;
+      if (source_more > 0) {  // behind the end of what was asked for of the last one
+        --source_more;
+        source += unit_bytes - source_steps * Routed::BYTES;
+      } else {
+        const int unit = routed_first + source_unit - shared_units;
+        source_shared = false, source_chunk = CHUNK;
+        source_more = UNITS - 1 - unit % UNITS;
+        source = w13 + (size_t(expert_of[shared_tiles + unit / UNITS]) * UNITS + unit % UNITS) * unit_bytes +
+                 slice_begin * (128 / Routed::STEP_K) * Routed::BYTES;
+      }
       ++source_unit;
       return true;
     }
@@ -240,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (lane == 0) {
     for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full + slot * 8, 1);
     if (warp == 0)
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < BUFFERS; ++i) {
         barrier_init(shared_address(&met_barriers[i]), WARPS);
         barrier_init(shared_address(&free_barriers[i]), 1);
       }
@@ -250,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (live > 0) source_item = first_item(warp, live);
   for (int i = threadIdx.x; i < experts; i += THREADS) seen_of[i] = 0;
   for (int i = threadIdx.x; i < MOST_TILES; i += THREADS) count_of[i] = 0;
-  for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) pair_of[i / X_ROWS][i % X_ROWS] = pairs + i;
+  for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) pair_of[i / X_ROWS][i % X_ROWS] = pairs + i | i << 16;
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -314,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (valid && opener < 0) tile = open_of[id];
       __syncwarp();
       if (valid) {
-        pair_of[tile][place] = pair;
+        pair_of[tile][place] = pair | pair / choices << 16;
         if (opens) expert_of[tile] = id;
         atomicMax(&count_of[tile], place + 1);
         if (same >> lane == 1) seen_of[id] = rank + 1, open_of[id] = tile;
@@ -326,9 +337,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   num_tiles = tiles_found;
-  if (FORMAT == NVFP4)
-    for (int i = threadIdx.x; i < num_tiles; i += THREADS)
-      down_of[i] = expert_of[i] < 0 ? 1.0f : factors[expert_of[i] * 3 + 2];
 
   // This block's routed units: so many that all blocks need about the same time, with what they have of the shared expert.
   {
@@ -352,6 +360,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (lane == 0)
     while (in_flight < SLOTS && fetch(true)) ++in_flight;
   __syncwarp();
+  // For the second half: nobody waits for these while there are weights to ask for.
+  if (FORMAT == NVFP4)
+    for (int i = threadIdx.x; i < num_tiles; i += THREADS)
+      down_of[i] = expert_of[i] < 0 ? 1.0f : factors[expert_of[i] * 3 + 2];
 
   int slot = 0;
   u32 parity = 0;
@@ -371,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int tile = unit / UNITS, feature = unit % UNITS * 8;
     const int count = count_of[tile];
     const bool reduces = warp == index % WARPS;
-    auto row_of = [&](int place) { return is_shared ? pair_of[tile][place] - pairs : pair_of[tile][place] / choices; };
+    auto row_of = [&](int place) { return pair_of[tile][place] >> 16; };
     if (!resident && tile != staged) {
       __syncwarp();
       for (int place = 0; place < count; ++place) stage_row(place, row_of(place));
@@ -416,21 +428,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
     // The warps' sums meet in one of two buffers; one warp after the other adds them up.
-    const int buffer = index % 2;
+    const int buffer = index % BUFFERS;
     const u32 met = shared_address(&met_barriers[buffer]), freed = shared_address(&free_barriers[buffer]);
     float *const here = partial + buffer * (PARTIAL_BYTES / 4);
-    if (index >= 2) barrier_wait(freed, (index / 2 - 1) & 1);
-    reinterpret_cast<float4 *>(here + warp * 128)[lane] =
+    if (index >= BUFFERS) barrier_wait(freed, (index / BUFFERS - 1) & 1);
+    const float4 own =
         make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
+    const bool few = count <= 2;  // all in the lanes of t = 0
+    if (!few)
+      reinterpret_cast<float4 *>(here + warp * 128)[lane] = own;
+    else if (t == 0)
+      reinterpret_cast<float4 *>(here + warp * 128)[g] = own;
     __syncwarp();
     if (lane == 0) barrier_arrive(met);
     if (reduces) {
-      barrier_wait(met, index / 2 & 1);
-      float4 total = reinterpret_cast<const float4 *>(here)[lane];
+      barrier_wait(met, index / BUFFERS & 1);
+      // Four groups of four warps, whoever adds them: of one or two rows eight lanes a group, else every lane all of its place.
+      auto group_sum = [&](int group, int place_of) {
+        const float4 *from = reinterpret_cast<const float4 *>(here + group * 512) + place_of;
+        float4 sum = from[0];
 #pragma unroll
-      for (int w = 1; w < WARPS; ++w) {
-        const float4 one = reinterpret_cast<const float4 *>(here + w * 128)[lane];
-        total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
+        for (int w = 1; w < 4; ++w) {
+          const float4 one = from[w * 32];
+          sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
+        }
+        return sum;
+      };
+      float4 total;
+      if (few) {
+        total = group_sum(lane / 8, lane % 8);
+#pragma unroll
+        for (int step = 8; step <= 16; step *= 2) {
+          total.x += __shfl_xor_sync(0xffffffffu, total.x, step), total.y += __shfl_xor_sync(0xffffffffu, total.y, step);
+          total.z += __shfl_xor_sync(0xffffffffu, total.z, step), total.w += __shfl_xor_sync(0xffffffffu, total.w, step);
+        }
+      } else {
+        const float4 a = group_sum(0, lane), b = group_sum(1, lane), c = group_sum(2, lane), d = group_sum(3, lane);
+        total = make_float4((a.x + b.x) + (c.x + d.x), (a.y + b.y) + (c.y + d.y), (a.z + b.z) + (c.z + d.z),
+                            (a.w + b.w) + (c.w + d.w));
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(freed);
@@ -441,13 +476,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       u32 part[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const u32 first = __shfl_sync(0xffffffffu, both, 8 * i + lane / 2 % 4);
-        const u32 second = __shfl_sync(0xffffffffu, both, 8 * i + 4 + lane / 2 % 4);
+        const int from = few ? 2 * i : 8 * i + lane / 2 % 4;
+        const u32 first = __shfl_sync(0xffffffffu, both, from);
+        const u32 second = __shfl_sync(0xffffffffu, both, from + (few ? 1 : 4));
         part[i] = __byte_perm(first, second, lane % 2 ? 0x7632 : 0x5410);
       }
       const int column = feature / 64 * 64 + feature / 8 % 2 * 32 + feature / 16 % 4 * 8;
       if (lane < count)
-        store_relaxed(features + (size_t(pair_of[tile][lane]) * WIDTH + column) * 2,
+        store_relaxed(features + (size_t(pair_of[tile][lane] & 0xffff) * WIDTH + column) * 2,
                       make_uint4(part[0], part[1], part[2], part[3]));
     }
   }
@@ -461,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int ahead_piece = 0;
   auto row_ahead = [&]() {
     const int tile = min(ahead.tile, num_tiles - 1), place = g < count_of[tile] ? g : 0;
-    return features + (size_t(pair_of[tile][place]) * WIDTH + ahead_piece * PIECE) * 2 + t * 16;
+    return features + (size_t(pair_of[tile][place] & 0xffff) * WIDTH + ahead_piece * PIECE) * 2 + t * 16;
   };
   Fragment held[PIECE / 64];
   const u8 *row = nullptr;
@@ -529,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (s < strips && 2 * t + i % 2 < count)
-          terms[size_t(pair_of[tile][2 * t + i % 2]) * TERM_PITCH + (item.strip + s) * 16 + g + i / 2 * 8] =
+          terms[size_t(pair_of[tile][2 * t + i % 2] & 0xffff) * TERM_PITCH + (item.strip + s) * 16 + g + i / 2 * 8] =
               (sums[s][0][i] + sums[s][1][i]) * factor;
   }
   __syncthreads();

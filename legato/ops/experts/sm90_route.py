@@ -19,16 +19,22 @@ _SOURCE = Path(__file__).with_name("sm90_route.cu")
 _CHOOSE = Path(__file__).with_name("sm90_choose.cu")
 #: Rows of a launch, and choices of a row.
 MOST_ROWS, MOST_CHOICES = 64, 32
+#: Warps of a block of `sm90_choose.cu`.
 _WARPS = 8
-#: Experts of a block; blocks of a cluster at most; K of a step; bytes of a step.
-_EXPERTS, _MOST_RANKS, _STEP_K, _STEP_BYTES = 16, 16, 64, 2048
-_SHARED_BYTES = 208 * 1024
+#: Experts of a cluster; blocks of a cluster, which share K; their threads; K of a step; bytes of a step.
+_EXPERTS, _CLUSTER, _THREADS, _STEP_K, _STEP_BYTES = 16, 8, 128, 64, 2048
+#: Experts at most, so that all blocks run at once.
+_MOST_EXPERTS = 256
+_SHARED_BYTES = 190 * 1024
 
 
 def serves(num_experts: int, hidden: int) -> bool:
-    """Whether all weights fit the shared memory of one cluster."""
-    fits = hidden % _STEP_K == 0 and hidden // _STEP_K * _STEP_BYTES <= _SHARED_BYTES
-    return fits and num_experts <= _EXPERTS * _MOST_RANKS
+    """Whether a block's part of the weights fits its shared memory, in three terms, and all blocks the device."""
+    return hidden % _STEP_K == 0 and _shared_bytes(hidden, 3) <= _SHARED_BYTES and num_experts <= _MOST_EXPERTS
+
+
+def _shared_bytes(hidden: int, terms: int) -> int:
+    return terms * -(-(hidden // _STEP_K) // _CLUSTER) * _STEP_BYTES
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -56,9 +62,16 @@ def restore(packed: Tensor, num_experts: int) -> Tensor:
 
 @cache
 def _kernel(hidden: int, num_experts: int, terms: int) -> tuple[Kernel, int]:
-    ranks, shared = -(-num_experts // _EXPERTS), hidden // _STEP_K * _STEP_BYTES
-    macros = {"HIDDEN": hidden, "EXPERTS": num_experts, "RANKS": ranks, "TERMS": terms, "MOST_ROWS": MOST_ROWS}
-    return Kernel(Source(_SOURCE, macros), "route", shared_bytes=shared, non_portable_cluster=ranks > 8), shared
+    groups, shared = -(-num_experts // _EXPERTS), _shared_bytes(hidden, terms)
+    macros = {"HIDDEN": hidden, "EXPERTS": num_experts, "GROUPS": groups, "TERMS": terms, "MOST_ROWS": MOST_ROWS}
+    return Kernel(Source(_SOURCE, macros), "route", shared_bytes=shared), shared
+
+
+@cache
+def _logits(device: torch.device, groups: int) -> tuple[Tensor, Tensor]:
+    """Two buffers of logits in which nothing is there yet, and the state of the launches that take turns with them."""
+    both = torch.full((2, MOST_ROWS, groups * _EXPERTS), -1, dtype=torch.int32, device=device)
+    return both, torch.zeros(3, dtype=torch.int64, device=device)
 
 
 def choose(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -67,15 +80,16 @@ def choose(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tup
     ids = torch.empty(rows, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
     kernel, shared = _kernel(packed.shape[2] * _STEP_K, num_experts, packed.shape[0])
-    ranks = packed.shape[1]
+    groups = packed.shape[1]
+    logits, state = _logits(x.device, groups)
     how = Launch(
-        grid=(ranks,),
-        block=(32 * _WARPS,),
-        cluster=(ranks,) if ranks > 1 else None,
+        grid=(_CLUSTER * groups,),
+        block=(_THREADS,),
+        cluster=(_CLUSTER,),
         shared_bytes=shared,
         programmatic=True,
     )
-    kernel(how, packed, x, bias, ids, weights, rows, x.stride(0), k, scale)
+    kernel(how, packed, x, bias, ids, weights, logits, state, rows, x.stride(0), k, scale)
     return ids, weights
 
 

@@ -19,7 +19,6 @@ from legato.bench.share import Share
 from legato.bench.split import split, without_graphs
 from legato.bench.steady import Steady, Work, loop, steady
 from legato.bench.timing import Spread
-from legato.model.lean import DraftWeights
 from legato.model.mtp import Mtp
 from legato.model.step import LayerCache, Selection, Step
 from legato.ops import BindError, bind
@@ -112,12 +111,13 @@ class Ablation:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What is measured: `work` with each decision of `decisions` taken away; `contexts` for those that depend on the length;
-    `draw` makes the share with the drafts' weights in a format, and is called again for another; `targets` as for `bind`."""
+    `draw` makes the share with the drafts' weights as named (stored or lean), and is called again for another; `targets` as for
+    `bind`."""
 
     work: Work
     decisions: Sequence[str]
     contexts: Sequence[int]
-    draw: Callable[[DraftWeights], Share]
+    draw: Callable[[str], Share]
     targets: Sequence[str]
     device: torch.device
 
@@ -125,7 +125,7 @@ class Asked:
 def measure(asked: Asked) -> Iterator[tuple[Share, Ablation]]:
     """Figures as they are measured, the whole one first. Variants that need a GPU are left out on a CPU."""
     bind(asked.targets, dict(asked.work.ops))
-    share = asked.draw(DraftWeights.STORED)
+    share = asked.draw("stored")
     whole, found = _schedules(share, asked)
     yield share, whole
     for one in found:
@@ -145,7 +145,7 @@ def measure(asked: Asked) -> Iterator[tuple[Share, Ablation]]:
 
 
 def _lean(asked: Asked, whole_us: float) -> tuple[Share, Ablation]:
-    share = asked.draw(DraftWeights.LEAN)
+    share = asked.draw("lean")
     spread = _spread(loop(steady(share, asked.work, asked.device), asked.work.iterations).ends, asked.device)
     return share, Ablation("draft weights", "fewer bits", asked.work.context, spread, whole_us)
 

@@ -34,7 +34,6 @@ from legato.cli.slice import (
 )
 from legato.config import ConfigError
 from legato.engine.start import targets_of
-from legato.model.lean import DraftWeights
 from legato.ops import bind
 
 
@@ -51,15 +50,15 @@ def bench_ablate(
     if shown.trace is not None and device.type != "cuda":
         raise ConfigError("--trace records a GPU: use --device cuda")
 
-    def draw(drafts: DraftWeights) -> Share:
-        share = share_of(replace(asked, drafts=drafts.value), [work], device)
+    def draw(drafts: str) -> Share:
+        share = share_of(replace(asked, drafts=drafts), [work], device)
         if device.type == "cuda":
             pack(share, work, device)
         return routed(share, work.distinct_experts, work.num_drafts + 1) if is_drawn(asked) else share
 
     if shown.trace is not None:
         bind(targets_of(str(device)), dict(work.ops))  # what is bound packs the weights as they are made
-        _trace(console, asked, draw(DraftWeights.STORED), work, shown)
+        _trace(console, asked, draw("stored"), work, shown)
     wanted = Ablated(work, _decisions(decisions), contexts, draw, targets_of(str(device)), device)
     found: list[Ablation] = []
     lines: list[dict[str, Any]] = []

@@ -16,7 +16,8 @@ from legato.ops.experts import sm90, sm90_grouped, sm90_route
 from legato.ops.op import implemented
 from tests.ops.test_experts_sm90 import Mixture, needs_gpu
 
-FORMS = ("bf16", "fp8", "int4", "nvfp4")
+FORMS = tuple(sm90_grouped.FORMS)
+CUTS = [(form, cut) for form, cuts in sm90_grouped.FORMS.items() for cut in cuts]
 
 
 @pytest.fixture
@@ -28,9 +29,9 @@ def nvrtc() -> None:
         pytest.skip(f"NVRTC is not installed: {error}")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_rings_fit_the_multiprocessor(form: str) -> None:
-    kernel, shared_bytes = sm90_grouped.product(form)
+@pytest.mark.parametrize(("form", "cut"), CUTS, ids=str)
+def test_the_rings_fit_the_multiprocessor(form: str, cut: sm90_grouped.Form) -> None:
+    kernel, shared_bytes = sm90_grouped.product(form, cut)
     macros = kernel.source.defines
     assert int(macros["STAGES"]) >= 2 and int(macros["SLOTS"]) >= 3
     static = 8 * sm90_grouped.MOST_TILES + 1024
@@ -40,15 +41,25 @@ def test_the_rings_fit_the_multiprocessor(form: str) -> None:
 def test_tables_bound_experts_and_choices() -> None:
     """However the pairs are spread, the tiles of a launch fit its list."""
     assert sm90_grouped.serves(256, 8) and not sm90_grouped.serves(1024, 8) and not sm90_grouped.serves(256, 33)
-    for experts, choices in ((256, 8), (512, 32), (8, 2)):
-        rows = min(sm90_grouped.MOST_ROWS, (sm90_grouped.MOST_TILES - experts) * sm90_grouped.MOST_COLUMNS // choices)
-        assert rows >= 1 and experts + rows * choices // sm90_grouped.MOST_COLUMNS <= sm90_grouped.MOST_TILES
+    for _, cut in CUTS:
+        for experts, choices in ((256, 8), (512, 32), (8, 2)):
+            rows = sm90_grouped.rows_held(cut, experts, choices)
+            assert rows >= 1 and experts + rows * choices // cut.columns <= sm90_grouped.MOST_TILES
+
+
+def test_a_call_is_cut_for_the_rows_of_an_expert() -> None:
+    """Few rows take the narrow form; sixteen warps need outputs that they divide."""
+    columns = [sm90_grouped.form_for("nvfp4", 6144, mean).columns for mean in (1, 25, 26, 64, 65, 1000)]
+    assert columns == [32, 32, 80, 80, 144, 144]
+    for form, _ in CUTS:
+        for mean in (1, 50, 1000):
+            assert 128 % (16 * sm90_grouped.form_for(form, 128, mean).warps) == 0
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", FORMS)
-def test_products_compile_without_spills(form: str, nvrtc: None) -> None:
-    kernel, shared_bytes = sm90_grouped.product(form)
+@pytest.mark.parametrize(("form", "cut"), CUTS, ids=str)
+def test_products_compile_without_spills(form: str, cut: sm90_grouped.Form, nvrtc: None) -> None:
+    kernel, shared_bytes = sm90_grouped.product(form, cut)
     usage = kernel.usage("sm_90a")
     assert usage.spill_store_bytes == 0 and usage.static_shared_bytes + shared_bytes <= 227 * 1024
 
@@ -68,9 +79,15 @@ def test_router_terms_are_the_weight() -> None:
 @needs_gpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(8, 128, 256, 2), (24, 256, 6144, 8), (10, 2048, 512, 8)], ids=str)
-def test_error_bits_and_graph(form: str, shape: tuple[int, int, int, int], uninitialised_is_nan: None) -> None:
-    """At counts that leave part of a tile, and more than one tile of an expert; repeated calls and a graph agree."""
+def test_error_bits_and_graph(
+    form: str, shape: tuple[int, int, int, int], uninitialised_is_nan: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At counts that leave part of a tile, with several tiles of an expert, in every cut; repeated calls and a graph agree."""
     mixture, choices = Mixture(form, *shape[:3]), shape[3]
+    for cut in sm90_grouped.FORMS[form]:
+        with monkeypatch.context() as patched:
+            patched.setitem(sm90_grouped.FORMS, form, (cut,))
+            mixture.check(*mixture.rows(333, choices))
     for count in (sm90.FEW_ROWS + 1, 333, 700):
         x, ids, weights = mixture.rows(count, choices)
         made = mixture.check(x, ids, weights)

@@ -36,7 +36,7 @@ ExpertWeights = Callable[[slice], tuple[Tensor, Tensor]]
 #: A matrix of the shared expert, and its block scales where it is e4m3; (None, None): there is no shared expert.
 SharedWeight = tuple[Tensor | None, Tensor | None]
 
-#: Of so many rows that they are sorted by expert: what a choice adds is rounded to bfloat16 before a row sums it up, and may cancel.
+#: Of so many rows that they are sorted by expert: what a choice adds is rounded to bfloat16 before a row sums it, and may cancel.
 _SORTED = Tolerance(2.0**-7, 2.0**-5)
 #: Rows of one expert's product: an expert sees few of the rows that are verified together.
 EXPERT_ROWS = 4

@@ -249,11 +249,10 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
     if rows <= FEW_ROWS or not serves_many(what.num_experts, ids.shape[1]):
         parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), weights.split(MOST_ROWS), strict=True)
         return torch.cat([sm90_launch.launch(what, packed, *part) for part in parts])
-    y = grouped(what, packed, x, ids, weights)
     if packed.shared13 is None or packed.shared2 is None:
-        return y
+        return grouped(what, packed, x, ids, weights)
     gate_up, down = _shared_in(torch.bfloat16, packed.shared13, packed.shared2)
-    return y + functional.linear(swiglu(functional.linear(x, gate_up)), down)
+    return grouped(what, packed, x, ids, weights, functional.linear(swiglu(functional.linear(x, gate_up)), down))
 
 
 def _linear(x: Tensor, weight: Tensor, scale_inv: Tensor | None) -> Tensor:

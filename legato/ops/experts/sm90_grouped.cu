@@ -1,27 +1,28 @@
 // Products of many sorted rows with the experts they chose, on the tensor cores, straight from the packed weights.
 //
-// A tile is 128 outputs of one expert by up to MOST_COLUMNS of its rows; tiles go round the blocks, all outputs of the same
-// rows one after the other. Weights are the left operand: each of eight warps streams its own strip of 16 outputs through a
-// ring of its own (cp.async, across tiles), widens 64 of K at a time into registers and multiplies them by rows in shared
-// memory, which a ninth warp fetches: 128 of K of all rows of a tile are one piece of memory (sm90_pairs.cu writes them so).
-// Widening into one set of registers goes on while the tensor cores read the other.
+// A tile is 16 outputs for each of WARPS warps, of one expert, by up to COLUMNS of its rows, computed as COLUMNS of them; tiles
+// go round the blocks, all outputs of the same rows one after the other. Weights are the left operand: each warp streams its
+// own strip of 16 outputs through a ring of its own (cp.async, across tiles), widens 64 of K at a time into registers and
+// multiplies them by rows in shared memory, which one warp more fetches: 128 of K of all rows of a tile are one piece of memory
+// (sm90_pairs.cu writes them so). Widening into one set of registers goes on while the tensor cores read the other. Where
+// a format has scales outside its weights, sums of 128 of K are multiplied by them, in float32.
 //
 // GATED products (w13) have gate and up of a feature in one lane: features leave as columns of the next product, in the order
 // in which it reads them. The others (w2) leave as rows of bfloat16, times the expert's factor.
 //
-// Macros: FORMAT; MOST_COLUMNS, a multiple of 16; STAGES and SLOTS of the rings of rows and of weights; MOST_TILES.
+// Macros: FORMAT; WARPS, 8 or 16; COLUMNS, a multiple of 16; STAGES and SLOTS of the rings of rows and of weights; MOST_TILES.
 
 #include "sm90_formats.cuh"
 #include "sm90_wgmma.cuh"
 
 typedef Format<FORMAT> F;
-constexpr int WARPS = 8, THREADS = 384;
+constexpr int COMPUTING = WARPS * 32, THREADS = COMPUTING + 128;
+// What a launch's registers are shared out as: those that fetch need few.
+constexpr int FETCH_REGISTERS = WARPS == 16 ? 32 : 40, COMPUTE_REGISTERS = WARPS == 16 ? 112 : 232;
 constexpr int STRIP_BYTES = F::BYTES * (128 / F::STEP_K);  // 16 outputs by 128 of K
-constexpr int STAGE_BYTES = MOST_COLUMNS * 256;
+constexpr int STAGE_BYTES = COLUMNS * 256;
+constexpr int SUMS = COLUMNS / 2;  // of a thread
 static_assert(STAGE_BYTES % 1024 == 0 && STRIP_BYTES % 16 == 0, "swizzled rows and copies are aligned");
-
-// How many columns a tile of n times 16 is computed with: there is code for these only.
-__device__ constexpr int columns_class(int n) { return n <= 2 ? 2 : n <= 5 ? 5 : 9; }
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -66,6 +67,20 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   u32 v;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
   return v;
+}
+// A word of each lane's four, w[i] of lane t becomes w[t] of lane i of the quad.
+__device__ __forceinline__ void transpose_quad(u32 (&w)[4], int t) {
+  const bool odd = t & 1, high = t & 2;
+  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+  if (odd)
+    w[0] = a, w[2] = b;
+  else
+    w[1] = a, w[3] = b;
+  a = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
+  if (high)
+    w[0] = a, w[1] = b;
+  else
+    w[2] = a, w[3] = b;
 }
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
 
@@ -148,23 +163,16 @@ __device__ __forceinline__ void widen_block(u32 (&a)[16], const u8 *strip, int b
   const u8 *step = strip + block / PER_STEP * F::BYTES;
   u32 upper[8], lower[8];
   F::widen(upper, lower, step, block % PER_STEP, lane);
-  if (F::SCALED) {
-    const float2 scale = F::scales(step, lane);
-    const u32 first = to_bf16_pair(scale.x, scale.x), second = to_bf16_pair(scale.y, scale.y);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) upper[i] = multiply_pairs(upper[i], first), lower[i] = multiply_pairs(lower[i], second);
-  }
 #pragma unroll
   for (int j = 0; j < 4; ++j)
     a[4 * j] = upper[2 * j], a[4 * j + 1] = lower[2 * j], a[4 * j + 2] = upper[2 * j + 1], a[4 * j + 3] = lower[2 * j + 1];
 }
 
-template <int N>
-__device__ __forceinline__ void multiply_block64(float (&sums)[N / 2], const u32 (&a)[16], u64 b) {
+__device__ __forceinline__ void multiply_block64(float (&sums)[SUMS], const u32 (&a)[16], u64 b, bool add) {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int j = 0; j < 4; ++j)
-    multiply_registers<N>(sums, a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3], b + 2 * j);
+    multiply_registers<COLUMNS>(sums, a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3], b + 2 * j, add || j > 0);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
@@ -173,16 +181,31 @@ struct Rings {
   const u8 *weights_at;
 };
 
-template <int N>
 __device__ __forceinline__ void compute(const Product &what, const Tiles &tiles, const Rings &rings, Stage &stage,
                                         Stream &stream, const Tile &tile, int warp, int lane) {
-  float sums[N / 2];
+  // Products of scaled weights: of 128 of K, then times its scale in float32.
+  float sums[SUMS], scaled[F::SCALED ? SUMS : 1];
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) sums[i] = 0.0f;
+  for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+  if (F::SCALED) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) scaled[F::SCALED ? i : 0] = 0.0f;
+  }
   u32 a[2][16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) a[0][i] = a[1][i] = 0;
+  // Asked for now, needed behind the last product.
+  const float *const of_expert = what.factors == nullptr ? nullptr : what.factors + tile.expert * 3;
+  float gate = 1.0f, up = 1.0f, down = 1.0f;
+  if (of_expert != nullptr) gate = of_expert[0], up = of_expert[1], down = of_expert[2];
   u32 before = 0;
+  float2 scale = {1.0f, 1.0f};
+  auto add_scaled = [&] {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    hold(a[0]), hold(a[1]), hold(sums);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) scaled[F::SCALED ? i : 0] += (i % 4 < 2 ? scale.x : scale.y) * sums[i];
+  };
 #pragma unroll 1
   for (int kb = 0; kb < what.k_blocks; ++kb) {
     asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 2) : "memory");
@@ -198,9 +221,16 @@ __device__ __forceinline__ void compute(const Product &what, const Tiles &tiles,
     for (int block = 0; block < 2; ++block) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       hold(a[block]);
-      if (block == 1 && kb > 0 && lane == 0) barrier_arrive(rings.empty + before * 8);
+      if (block == 1 && !F::SCALED && kb > 0 && lane == 0) barrier_arrive(rings.empty + before * 8);
       widen_block(a[block], strip, block, lane);
-      multiply_block64<N>(sums, a[block], b + block * 64);
+      if (F::SCALED && block == 0) {
+        if (kb > 0) {
+          add_scaled();
+          if (lane == 0) barrier_arrive(rings.empty + before * 8);
+        }
+        scale = F::scales(strip, lane);
+      }
+      multiply_block64(sums, a[block], b + block * 64, !F::SCALED || block > 0);
     }
     before = stage.slot;
     stage.advance();
@@ -208,32 +238,38 @@ __device__ __forceinline__ void compute(const Product &what, const Tiles &tiles,
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   hold(a[0]), hold(a[1]), hold(sums);
   if (lane == 0) barrier_arrive(rings.empty + before * 8);
+  if (F::SCALED) {
+    add_scaled();
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = scaled[F::SCALED ? i : 0];
+  }
 
   const int g = lane / 4, t = lane % 4;
   if (what.gated) {
-    const float gate = what.factors == nullptr ? 1.0f : what.factors[tile.expert * 3];
-    const float up = what.factors == nullptr ? 1.0f : what.factors[tile.expert * 3 + 1];
+    const int strip = tile.m * WARPS + warp;
     // Features as columns of the next product: of its 64 of K, a lane's two lie side by side.
-    u8 *at = what.out + ((size_t(tile.m / 2) * what.groups + tile.row / 8) * 2 + tile.m % 2) * 1024 + g * 128 +
-             (((warp % 2 * 4 + t) ^ g) << 4) + warp / 2 * 4;
+    u8 *at = what.out + ((size_t(strip / 16) * what.groups + tile.row / 8) * 2 + strip / 8 % 2) * 1024 + g * 128 +
+             (((strip % 2 * 4 + t) ^ g) << 4) + strip % 8 / 2 * 4;
 #pragma unroll
-    for (int q = 0; q < N / 8; ++q) {
+    for (int q = 0; q < COLUMNS / 8; ++q) {
       if (q * 8 >= tile.columns) break;
       const float first = silu(sums[4 * q] * gate) * (sums[4 * q + 2] * up);
       const float second = silu(sums[4 * q + 1] * gate) * (sums[4 * q + 3] * up);
       *reinterpret_cast<u32 *>(at + q * 2048) = transposed(to_bf16_pair(first, second));
     }
   } else {
-    const float down = what.factors == nullptr ? 1.0f : what.factors[tile.expert * 3 + 2];
-    const size_t pitch = size_t(what.m_tiles) * 256;
-    u8 *at = what.out + size_t(tile.row + g) * pitch + tile.m * 256 + warp * 32 + t * 4;
+    const size_t pitch = size_t(what.m_tiles) * (WARPS * 32);
+    // A quad holds 16 rows' 32 bytes as words of every lane; turned, a lane has 16 bytes of one of two rows.
+    u8 *at = what.out + size_t(tile.row + t / 2 * 8 + g) * pitch + (tile.m * WARPS + warp) * 32 + t % 2 * 16;
 #pragma unroll
-    for (int q = 0; q < N / 8; ++q) {
+    for (int q = 0; q < COLUMNS / 8; q += 2) {
       if (q * 8 >= tile.columns) break;
-      const u32 first = transposed(to_bf16_pair(sums[4 * q] * down, sums[4 * q + 1] * down));
-      const u32 second = transposed(to_bf16_pair(sums[4 * q + 2] * down, sums[4 * q + 3] * down));
-      *reinterpret_cast<u32 *>(at + q * 8 * pitch) = first;
-      *reinterpret_cast<u32 *>(at + q * 8 * pitch + 16) = second;
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[i] = transposed(to_bf16_pair(sums[4 * q + 2 * i] * down, sums[4 * q + 2 * i + 1] * down));
+      transpose_quad(words, t);
+      *reinterpret_cast<uint4 *>(at + q * 8 * pitch) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
@@ -259,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Tiles tiles = {list, found * m_tiles, m_tiles};
   Stage stage = {0, 0};
   if (warp >= WARPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCH_REGISTERS));
     if (warp == WARPS && lane == 0) {
       stage.parity = 1;
       for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
@@ -275,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGISTERS));
     const Product what = {weights, factors, out, k_blocks, m_tiles, groups, gated};
     u8 *const ring = memory + STAGES * STAGE_BYTES + warp * SLOTS * STRIP_BYTES;
     const Rings rings = {memory_at, full, empty, shared_address(ring), ring};
@@ -284,14 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < SLOTS - 1; ++i) stream.fetch(what, tiles, rings.weights, warp, lane);
     for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
       const Tile tile = tiles.at(index);
-#define CASE(n)                                                                           \
-  case n:                                                                                 \
-    if (16 * n <= MOST_COLUMNS && columns_class(n) == n)                                  \
-      compute<16 * n>(what, tiles, rings, stage, stream, tile, warp, lane);               \
-    break;
-      switch (columns_class(tile.columns / 16)) {
-        CASE(2) CASE(5) CASE(9)
-      }
+      compute(what, tiles, rings, stage, stream, tile, warp, lane);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   }

@@ -2,24 +2,24 @@
 // Nothing here knows what is multiplied. Source: PTX ISA, "wgmma.mma_async".
 #pragma once
 
-// All sums of a thread: 8 for every 16 columns. SUMS_n names the first 8 n operands behind the five of A and B.
+// All sums of a thread: 8 for every 16 columns. SUMS_n names the first 8 n operands behind the six of A, B and `add`.
 
-#define SUMS_1 "%5, %6, %7, %8, %9, %10, %11, %12"
-#define SUMS_2 SUMS_1 ", " "%13, %14, %15, %16, %17, %18, %19, %20"
-#define SUMS_3 SUMS_2 ", " "%21, %22, %23, %24, %25, %26, %27, %28"
-#define SUMS_4 SUMS_3 ", " "%29, %30, %31, %32, %33, %34, %35, %36"
-#define SUMS_5 SUMS_4 ", " "%37, %38, %39, %40, %41, %42, %43, %44"
-#define SUMS_6 SUMS_5 ", " "%45, %46, %47, %48, %49, %50, %51, %52"
-#define SUMS_7 SUMS_6 ", " "%53, %54, %55, %56, %57, %58, %59, %60"
-#define SUMS_8 SUMS_7 ", " "%61, %62, %63, %64, %65, %66, %67, %68"
-#define SUMS_9 SUMS_8 ", " "%69, %70, %71, %72, %73, %74, %75, %76"
-#define SUMS_10 SUMS_9 ", " "%77, %78, %79, %80, %81, %82, %83, %84"
-#define SUMS_11 SUMS_10 ", " "%85, %86, %87, %88, %89, %90, %91, %92"
-#define SUMS_12 SUMS_11 ", " "%93, %94, %95, %96, %97, %98, %99, %100"
-#define SUMS_13 SUMS_12 ", " "%101, %102, %103, %104, %105, %106, %107, %108"
-#define SUMS_14 SUMS_13 ", " "%109, %110, %111, %112, %113, %114, %115, %116"
-#define SUMS_15 SUMS_14 ", " "%117, %118, %119, %120, %121, %122, %123, %124"
-#define SUMS_16 SUMS_15 ", " "%125, %126, %127, %128, %129, %130, %131, %132"
+#define SUMS_1 "%6, %7, %8, %9, %10, %11, %12, %13"
+#define SUMS_2 SUMS_1 ", " "%14, %15, %16, %17, %18, %19, %20, %21"
+#define SUMS_3 SUMS_2 ", " "%22, %23, %24, %25, %26, %27, %28, %29"
+#define SUMS_4 SUMS_3 ", " "%30, %31, %32, %33, %34, %35, %36, %37"
+#define SUMS_5 SUMS_4 ", " "%38, %39, %40, %41, %42, %43, %44, %45"
+#define SUMS_6 SUMS_5 ", " "%46, %47, %48, %49, %50, %51, %52, %53"
+#define SUMS_7 SUMS_6 ", " "%54, %55, %56, %57, %58, %59, %60, %61"
+#define SUMS_8 SUMS_7 ", " "%62, %63, %64, %65, %66, %67, %68, %69"
+#define SUMS_9 SUMS_8 ", " "%70, %71, %72, %73, %74, %75, %76, %77"
+#define SUMS_10 SUMS_9 ", " "%78, %79, %80, %81, %82, %83, %84, %85"
+#define SUMS_11 SUMS_10 ", " "%86, %87, %88, %89, %90, %91, %92, %93"
+#define SUMS_12 SUMS_11 ", " "%94, %95, %96, %97, %98, %99, %100, %101"
+#define SUMS_13 SUMS_12 ", " "%102, %103, %104, %105, %106, %107, %108, %109"
+#define SUMS_14 SUMS_13 ", " "%110, %111, %112, %113, %114, %115, %116, %117"
+#define SUMS_15 SUMS_14 ", " "%118, %119, %120, %121, %122, %123, %124, %125"
+#define SUMS_16 SUMS_15 ", " "%126, %127, %128, %129, %130, %131, %132, %133"
 
 #define EIGHT(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -41,17 +41,17 @@
 #define REGISTERS_16(d) REGISTERS_15(d), EIGHT(d, 120)
 
 template <int N>
-__device__ __forceinline__ void multiply_registers(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b);
+__device__ __forceinline__ void multiply_registers(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, u32 add);
 
 // A and B stand before the sums, so that their numbers do not depend on how many there are; nothing is written to them.
 #define MULTIPLY(n, columns)                                                                                         \
   template <>                                                                                                        \
   __device__ __forceinline__ void multiply_registers<columns>(float (&d)[columns / 2], u32 a0, u32 a1, u32 a2, u32 a3, \
-                                                              u64 b) {                                               \
-    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, %0;\n"                                                        \
+                                                              u64 b, u32 add) {                                      \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"                                                         \
                  "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" SUMS_##n                         \
                  "}, {%0, %1, %2, %3}, %4, p, 1, 1, 0;\n}"                                                           \
-                 : "+r"(a0), "+r"(a1), "+r"(a2), "+r"(a3), "+l"(b), REGISTERS_##n(d));                               \
+                 : "+r"(a0), "+r"(a1), "+r"(a2), "+r"(a3), "+l"(b), "+r"(add), REGISTERS_##n(d));                   \
   }
 MULTIPLY(1, 16)
 MULTIPLY(2, 32)

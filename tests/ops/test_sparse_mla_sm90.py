@@ -13,7 +13,8 @@ pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
 pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 
 from legato.ops import build, sparse_mla
-from legato.ops.attend import sm90, sm90_forms
+from legato.ops.attend import mark_selected, sm90, sm90_forms, sm90_masked
+from legato.ops.attend.masked import _request
 from legato.ops.attend.sm90_forms import FORMS, INVARIANT_ROWS, Form, Way, cut
 from legato.ops.cache import latent_cache, read_latent_rows
 from legato.ops.case import Draw
@@ -46,6 +47,14 @@ def test_the_form_of_a_rank_of_eight_compiles_without_spills() -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_compiles_without_spills(form: Form) -> None:
     check_compiled(form)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_rows_together_compile_without_spills(heads: int) -> None:
+    for kernel in (sm90_masked.kernel(heads), sm90_masked.mark_kernel(64 // heads)):
+        used = kernel.usage("sm_90a")
+        assert used.spill_store_bytes == used.spill_load_bytes == used.stack_bytes == 0
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -183,6 +192,19 @@ def in_float64_and_in_bfloat16(q: Tensor, cache: Tensor, slots: Tensor, counts: 
     return torch.stack(exact), torch.stack(plain)
 
 
+def rows_together(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """As above, sixteen rows at a time; every slot of a row within its count is one of a token."""
+    tokens = read_latent_rows(cache, torch.arange(cache.shape[0] * 64, device="cuda")).nan_to_num(0.0).to(dtype)
+    made = []
+    for some, chosen, count in zip(q.split(16), slots.split(16), counts.split(16), strict=True):
+        keys = tokens[chosen.long()]
+        beyond = torch.arange(chosen.shape[1], device="cuda") >= count[:, None, None]
+        scores = (some.to(dtype) @ keys.mT * SCALE).masked_fill_(beyond, -torch.inf)
+        probabilities = torch.softmax(scores if dtype is torch.float64 else scores.float(), -1).nan_to_num(0.0)
+        made.append(probabilities.to(dtype) @ keys[..., :512])
+    return torch.cat(made)
+
+
 def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
@@ -230,8 +252,9 @@ def test_a_row_does_not_know_its_neighbours(heads: int, cached: torch.dtype) -> 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
-def test_first_and_last_slots(cached: torch.dtype) -> None:
-    q, cache, slots, counts = inputs(6, 8, 256, cached)
+@pytest.mark.parametrize("heads", [8, 64])
+def test_first_and_last_slots(heads: int, cached: torch.dtype) -> None:
+    q, cache, slots, counts = inputs(6, heads, 256, cached)
     last = 512 * 64 - 1
     slots[:, ::2], slots[:, 1::2] = slots[:, ::2] % 4, last - slots[:, 1::2] % 4
     exact, plain = in_float64_and_in_bfloat16(q, cache, slots, counts)
@@ -298,3 +321,48 @@ def test_tokens_that_the_kernel_before_stores_are_not_read_too_early(
         torch.cuda.synchronize()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_every_length_from_nothing_to_2048(heads: int, cached: torch.dtype) -> None:
+    """Rows of 0, 1, ... 2048 tokens among NaN, sixteen at a time, which is as few as there are in decoding, and all together."""
+    draw = Draw(torch.Generator("cuda").manual_seed(3), torch.device("cuda"))
+    cache, counts = latent_cache(draw, cached, pages=128), torch.arange(2049, device="cuda", dtype=torch.int32)
+    slots = torch.stack([2 * draw.distinct(2048, 64 * 64) for _ in range(64)]).repeat(33, 1)[:2049]
+    cache = poisoned(cache, slots, counts)
+    q = draw.normal(2049, heads, 576, dtype=torch.bfloat16, scale=0.5)
+    exact, plain = (rows_together(q, cache, slots, counts, dtype) for dtype in (torch.float64, torch.bfloat16))
+    of_sixteen = zip(q.split(16), slots.split(16), counts.split(16), strict=True)
+    for found in (
+        torch.cat([attend(some, cache, *selected) for some, *selected in of_sixteen]),
+        attend(q, cache, slots, counts),
+    ):
+        assert not bool(found[0].any())
+        errors, usual = ((some.double() - exact).norm(dim=(1, 2))[1:] for some in (found, plain))
+        assert bool((errors <= 2 * usual + 0.004 * exact[1:].norm(dim=(1, 2))).all()), "a row is wrong"
+        assert relative_error(found, exact) <= 2 * relative_error(plain, exact)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_a_prompts_rows_together_see_all_that_is_before_them(heads: int) -> None:
+    """Rows under k: each selects every token up to its own. What is behind the request on its last page, and other pages, is
+    NaN."""
+    draw = Draw(torch.Generator("cuda").manual_seed(heads), torch.device("cuda"))
+    rows = 600
+    tokens, places, slots, counts = _request(draw, 0, rows, 2048, 16)
+    cache = poisoned(latent_cache(draw, torch.bfloat16, 16), slots, counts)
+    each = 64 // heads
+    masks = sm90_masked.run_mark(slots, counts, places, -(-rows // 128), each)
+    assert torch.equal(masks, mark_selected.reference(slots, counts, places, -(-rows // 128), each))
+    lengths = torch.arange(each, rows + 1, each, dtype=torch.int32, device="cuda")
+    q = draw.normal(rows, heads, 576, dtype=torch.bfloat16, scale=0.5)
+    exact, plain = in_float64_and_in_bfloat16(q, cache, slots, counts)
+    found = sm90_masked.run_masked(q, cache, tokens, lengths, masks, SCALE, 512)
+    assert relative_error(found, exact) <= 2 * relative_error(plain, exact)
+    assert torch.equal(found, sm90_masked.run_masked(q, cache, tokens, lengths, masks, SCALE, 512))
+    assert relative_error(attend(q, cache, slots, counts), exact) <= 2 * relative_error(plain, exact)

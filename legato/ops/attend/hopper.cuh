@@ -57,6 +57,7 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 }
 // Nothing waits longer than for a neighbour's work: a fault ends with an error here, not with a GPU that hangs.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#pragma unroll 1
   for (int i = 0; i < 4000000; ++i)
     if (barrier_passed(barrier, parity)) return;
   asm volatile("trap;");

@@ -151,21 +151,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 4 && int(rank * UNIT + threadIdx.x * 32) < width) prefetch(slots + rank * UNIT + threadIdx.x * 32);
   if (threadIdx.x == 4) prefetch(counts + row);
   const int my_row = warp % 4 * 16 + lane / 8;
-#if EARLY
-  // All but the tokens that the preceding kernel may still be storing is complete: only those are fetched behind it.
-  int found[8];
-  read_slots(found, slots, rank * UNIT + my_row, width);
-  const int count = min(load_fresh(counts + row), width), own = load_fresh(stored + min(lane, num_stored - 1));
+  int found[8], count;
   Fetch fetch;
   fetch.cache = cache + lane % 8 * 16;
   fetch.target = FP8 ? base + my_row * ROW_BYTES + lane % 8 * 16 : base + my_row * 128 + ((lane ^ my_row) & 7) * 16;
   auto take = [&](int unit) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const bool counts_ = found[i] >= 0 && unit * UNIT + my_row + i / 4 * TILE + i % 4 * 4 < count;
-      fetch.token[i] = counts_ ? u32(found[i]) * (ROW_BYTES / 16) : NOTHING;
+      const bool counted = found[i] >= 0 && unit * UNIT + my_row + i / 4 * TILE + i % 4 * 4 < count;
+      fetch.token[i] = counted ? u32(found[i]) * (ROW_BYTES / 16) : NOTHING;
     }
   };
+  auto select = [&]() {
+    read_slots(found, slots, rank * UNIT + my_row, width);
+    count = min(load_fresh(counts + row), width);
+  };
+#if EARLY
+  // All but the tokens that the preceding kernel may still be storing is complete: only those are fetched behind it.
+  select();
+  const int own = load_fresh(stored + min(lane, num_stored - 1));
   take(rank);
   u32 late = 0;
   for (int j = 0; j < num_stored; ++j) {
@@ -197,9 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 #endif
 #if !EARLY
-  int found[8];
-  read_slots(found, slots, rank * UNIT + my_row, width);
-  const int count = min(load_fresh(counts + row), width);
+  select();
 #endif
   const int units = (count + UNIT - 1) / UNIT;
 
@@ -211,16 +213,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 #endif
 #if !EARLY
-  Fetch fetch;
-  fetch.cache = cache + lane % 8 * 16;
-  fetch.target = FP8 ? base + my_row * ROW_BYTES + lane % 8 * 16 : base + my_row * 128 + ((lane ^ my_row) & 7) * 16;
-  auto take = [&](int unit) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const bool counts_ = found[i] >= 0 && unit * UNIT + my_row + i / 4 * TILE + i % 4 * 4 < count;
-      fetch.token[i] = counts_ ? u32(found[i]) * (ROW_BYTES / 16) : NOTHING;
-    }
-  };
   take(rank);
 #endif
   const bool works = int(rank) < units;

@@ -65,6 +65,16 @@ __device__ __forceinline__ u32 pack_p(float low, float high) {
   return FP8 ? pack_f16(low, high) : pack_bf16(low, high);
 }
 
+__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+  u32 v;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+__device__ __forceinline__ u32 multiply_pair_bf16(u32 a, u32 b) {
+  u32 v;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
 __device__ __forceinline__ void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The first value that a block owns.
@@ -91,6 +101,60 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
         if (at < row.width) found[tile][i] = load_fresh(row.slots + at);
       }
   };
+#if FP8
+  // A half: 256 values of a tile, codes in the columns behind the two that its first values will take, scales in the first.
+  auto fetch = [&](const u32 (&token)[4], int half, int turn) {
+    if (turn) barrier_wait(base + BARRIERS_AT + half / 2 * 32 + 16 + half % 2 * 8, (turn - 1) & 1);
+    const u32 to = base + half / 2 * TILE_BYTES + half % 2 * 4 * COLUMN_BYTES + first * 128;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 from = token[i];
+      const bool wanted = from != NOTHING;
+      const u8 *const source = cache + (wanted ? size_t(from) * 16 : 0);
+      const u32 place = to + i * 512 + (lane % 8 * 16 ^ lane / 8 % 2 * 64);
+      copy_async(place + 2 * COLUMN_BYTES, source + half % 2 * 256 + lane % 8 * 16, wanted);
+      copy_async(place + 3 * COLUMN_BYTES, source + half % 2 * 256 + 128 + lane % 8 * 16, wanted);
+      if (lane % 8 == 0) copy_async(to + i * 512 + lane / 8 * 16, source + 512, wanted);
+      const u32 rope = base + half / 2 * TILE_BYTES + 8 * COLUMN_BYTES + (first + 4 * i) * 128;
+      if (half % 2) copy_async(rope + ((lane ^ (first + 4 * i)) & 7) * 16, source + 528 + lane % 8 * 16, wanted);
+    }
+  };
+  auto widen = [&](int half) {
+    __syncwarp();
+    // Eight lanes hold four pieces of an even and of an odd token: so neither these loads nor the stores meet in a bank.
+    const int token = lane / 16 * 2 + lane / 4 % 2, part = lane / 8 % 2, own = warp * 16 + token;
+    u8 *const to = shared + half / 2 * TILE_BYTES + half % 2 * 4 * COLUMN_BYTES + own * 128;
+    uint4 codes[4][2];
+    float2 scales[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        codes[i][j] = *reinterpret_cast<const uint4 *>(to + (2 + j) * COLUMN_BYTES + i * 512 +
+                                                       (lane % 4 + (part ^ token % 2) * 4) * 16);
+      scales[i] = read_pair(to + i * 512 + token * 16 + half % 2 * 8);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = own + 4 * i;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float f = j ? scales[i].y : scales[i].x;
+        const u32 scale = pack_f16(f, f);
+        u32 v[8];
+        widen_both(codes[i][j].x, v[0], v[1]), widen_both(codes[i][j].y, v[2], v[3]);
+        widen_both(codes[i][j].z, v[4], v[5]), widen_both(codes[i][j].w, v[6], v[7]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) v[k] = multiply_pair(v[k], scale);
+        u8 *const column = to + i * 512 + (j * 2 + part) * COLUMN_BYTES;
+        const int piece = lane % 4 * 2;
+        *reinterpret_cast<uint4 *>(column + ((piece ^ r) & 7) * 16) = make_uint4(v[0], v[1], v[2], v[3]);
+        *reinterpret_cast<uint4 *>(column + (((piece + 1) ^ r) & 7) * 16) = make_uint4(v[4], v[5], v[6], v[7]);
+      }
+    }
+  };
+#endif
   read(row.rank);
   int turn = 0;
   for (int unit = row.rank; unit < row.units; unit += row.blocks, ++turn) {
@@ -105,6 +169,30 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
         counted[tile] |= ((votes & 1) | (votes >> 7 & 2) | (votes >> 14 & 4) | (votes >> 21 & 8)) << (4 * i);
       }
     if (unit + row.blocks < row.units) read(unit + row.blocks);
+#if FP8
+    // As they are stored, into a corner of where they will stand widened that no other warp uses.
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      fetch(token[half / 2], half, turn);
+      copies_commit();
+    }
+#pragma unroll 1
+    for (int half = 0; half < 4; ++half) {
+      if (half == 0) copies_wait<3>();
+      if (half == 1) copies_wait<2>();
+      if (half == 2) copies_wait<1>();
+      if (half == 3) copies_wait<0>();
+      widen(half);
+      const u32 full = base + BARRIERS_AT + half / 2 * 32 + half % 2 * 8;
+      if (half % 2 && lane == 0) {
+        *reinterpret_cast<unsigned short *>(shared + COUNTED_AT + half / 2 * 8 + warp * 2) = counted[0];
+        barrier_arrive(full);
+        counted[0] = counted[1];
+      }
+      fence_async();
+      barrier_arrive(full);
+    }
+#else
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const u32 full = base + BARRIERS_AT + tile * 32, empty = full + 16;
@@ -115,44 +203,6 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
           *reinterpret_cast<unsigned short *>(shared + COUNTED_AT + tile * 8 + warp * 2) = counted[tile];
           barrier_arrive(full + 8);
         }
-#if FP8
-        uint4 codes[4][2], rope[4];
-        uint2 scales[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const u32 from = token[tile][i];
-          const u8 *const source = cache + (from == NOTHING ? 0 : size_t(from) * 16);
-          codes[i][0] = codes[i][1] = rope[i] = make_uint4(0, 0, 0, 0), scales[i] = make_uint2(0, 0);
-          if (from != NOTHING) {
-            codes[i][0] = load_fresh(reinterpret_cast<const uint4 *>(source + half * 256 + lane % 8 * 16));
-            codes[i][1] = load_fresh(reinterpret_cast<const uint4 *>(source + half * 256 + 128 + lane % 8 * 16));
-            scales[i] = load_fresh(reinterpret_cast<const uint2 *>(source + 512 + half * 8));
-            if (half) rope[i] = load_fresh(reinterpret_cast<const uint4 *>(source + 528 + lane % 8 * 16));
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = first + 4 * i;
-          u8 *const place = shared + tile * TILE_BYTES + r * 128;
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const float f = __uint_as_float(j ? scales[i].y : scales[i].x);
-            const u32 scale = pack_f16(f, f);
-            u32 v[8];
-            widen_both(codes[i][j].x, v[0], v[1]), widen_both(codes[i][j].y, v[2], v[3]);
-            widen_both(codes[i][j].z, v[4], v[5]), widen_both(codes[i][j].w, v[6], v[7]);
-#pragma unroll
-            for (int k = 0; k < 8; ++k) v[k] = multiply_pair(v[k], scale);
-            u8 *const column = place + ((half * 2 + j) * 2 + lane % 8 / 4) * COLUMN_BYTES;
-            const int piece = lane % 4 * 2;
-            *reinterpret_cast<uint4 *>(column + ((piece ^ r) & 7) * 16) = make_uint4(v[0], v[1], v[2], v[3]);
-            *reinterpret_cast<uint4 *>(column + (((piece + 1) ^ r) & 7) * 16) = make_uint4(v[4], v[5], v[6], v[7]);
-          }
-          if (half) *reinterpret_cast<uint4 *>(place + 8 * COLUMN_BYTES + ((lane ^ r) & 7) * 16) = rope[i];
-        }
-        fence_async();
-        barrier_arrive(full + half * 8);
-#else
         const u32 to = base + tile * TILE_BYTES + first * 128 + ((lane ^ first) & 7) * 16;
 #pragma unroll
         for (int column = half * 4; column < (half ? 9 : 4); ++column)
@@ -163,9 +213,9 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
             copy_async((to ^ (i % 2 * 64)) + column * COLUMN_BYTES + i * 512, source, from != NOTHING);
           }
         barrier_arrive_with_copies(full + half * 8);
-#endif
       }
     }
+#endif
   }
   copies_wait_all();
 }
@@ -175,39 +225,54 @@ __device__ __forceinline__ void produce(u8 *shared, u32 base, const u8 *cache, c
 __device__ __forceinline__ void read_queries(u8 *shared, u32 base, const u8 *q, int own_heads, float scale) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if FP8
-  for (int head = warp; head < HEADS; head += COMPUTING / 32) {
+  constexpr int WARPS = COMPUTING / 32;
+  constexpr u32 MAGNITUDES = 0x7fff7fffu;
+  // A lane copies pieces lane, lane + 32 and (of rope) lane + 64 of a head as they are, and then changes them where they lie.
+  auto place = [&](int head, int piece) {
+    return Q_AT + piece / 8 * Q_COLUMN + head * 128 + ((piece ^ head) & 7) * 16;
+  };
+#pragma unroll
+  for (int turn = 0; turn < HEADS / WARPS; ++turn) {
+    const int head = turn * WARPS + warp;
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      if (i < 2 || lane < 8)
+        copy_async(base + place(head, lane + i * 32), q + (head * 72 + lane + i * 32) * 16, head < own_heads);
+    if (turn % 2) copies_commit();
+  }
+#pragma unroll 1
+  for (int turn = 0; turn < HEADS / WARPS; ++turn) {
+    if (turn == 0) copies_wait<3>();
+    if (turn == 2) copies_wait<2>();
+    if (turn == 4) copies_wait<1>();
+    if (turn == 6) copies_wait<0>();
+    const int head = turn * WARPS + warp;
     uint4 part[3];
-    float most = 0;
+    u32 most = 0;  // of magnitudes, in both halves: their bits are ordered as they are
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
       part[i] = make_uint4(0, 0, 0, 0);
-      const int piece = lane + i * 32;
-      if (head < own_heads && piece < 72)
-        part[i] = load_fresh(reinterpret_cast<const uint4 *>(q + head * 1152 + piece * 16));
-      const u32 pairs[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        most =
-            fmaxf(most, fmaxf(fabsf(__uint_as_float(pairs[k] << 16)), fabsf(__uint_as_float(pairs[k] & 0xffff0000u))));
+      if (i < 2 || lane < 8) part[i] = *reinterpret_cast<const uint4 *>(shared + place(head, lane + i * 32));
+      most = larger_pair(most, larger_pair(part[i].x & MAGNITUDES, part[i].y & MAGNITUDES));
+      most = larger_pair(most, larger_pair(part[i].z & MAGNITUDES, part[i].w & MAGNITUDES));
     }
 #pragma unroll
-    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    const int exponent = min(max(int(__float_as_uint(most) >> 23) - 127, -100), 100);
-    const float shrink = __uint_as_float(u32(127 - exponent) << 23);
+    for (int step = 16; step; step /= 2) most = larger_pair(most, __shfl_xor_sync(~0u, most, step));
+    const int exponent = min(max(int(max(most >> 16, most & 0xffffu) >> 7) - 127, -100), 100);
     if (lane == 0)
       *reinterpret_cast<float *>(shared + FACTORS_AT + head * 4) = scale * __uint_as_float(u32(127 + exponent) << 23);
+    const u32 shrink = u32(127 - exponent) * 0x00800080u;
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      const int piece = lane + i * 32;
-      if (piece >= 72) continue;
       u32 pairs[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float x = __uint_as_float(pairs[k] << 16) * shrink, y = __uint_as_float(pairs[k] & 0xffff0000u) * shrink;
-        pairs[k] = piece < 64 ? pack_f16(x, y) : pack_bf16(x, y);
+        pairs[k] = multiply_pair_bf16(pairs[k], shrink);
+        if (i < 2) pairs[k] = pack_f16(__uint_as_float(pairs[k] << 16), __uint_as_float(pairs[k] & 0xffff0000u));
       }
-      *reinterpret_cast<uint4 *>(shared + Q_AT + piece / 8 * Q_COLUMN + head * 128 + ((piece ^ head) & 7) * 16) =
-          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      if (i < 2 || lane < 8)
+        *reinterpret_cast<uint4 *>(shared + place(head, lane + i * 32)) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
 #else
@@ -456,18 +521,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
-  const bool even = LATENT / GRANULE % blocks == 0;  // all own as many values
-  const int own_first = even ? LATENT / int(blocks) * rank : first_owned(rank, blocks);
-  const int owned = even ? LATENT / int(blocks) : first_owned(rank + 1, blocks) - own_first;
+  const bool even = !(blocks & (blocks - 1));  // all own as many values
+  const int firsts = first_owned(min(lane, int(blocks)), blocks);  // of the block that this lane stands for
+  const int own_first = __shfl_sync(~0u, firsts, rank), owned = __shfl_sync(~0u, firsts, rank + 1) - own_first;
   const int senders = min(int(blocks), units), chunk = HEADS * owned * 2;  // bytes from one block to this one
   if (threadIdx.x == 0) barrier_expect(weights_in, senders * HEADS * 8), barrier_expect(sums_in, senders * chunk);
   if (works) {
 #pragma unroll
     for (int j = 0; j < 32; j += 4) {
       const int value = group * 256 + j * 8;
-      const int owner = even ? value / owned : value / GRANULE * int(blocks) / (LATENT / GRANULE);
-      const int start = even ? owner * owned : first_owned(owner, blocks);
-      const int wide = even ? owned : first_owned(owner + 1, blocks) - start;
+      const int owner = value / GRANULE * int(blocks) / (LATENT / GRANULE);
+      const int start = __shfl_sync(~0u, firsts, owner), wide = __shfl_sync(~0u, firsts, owner + 1) - start;
       u8 *const to = shared + STAGE_AT + (HEADS * start + head * wide + value - start + t * 8) * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -485,15 +549,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (works) {
     // Each block begins with another receiver, so that none has to take from all at once.
     for (int at = threadIdx.x; at < HEADS * int(blocks); at += COMPUTING) {
-      const int of = at % HEADS, owner = (at / HEADS + rank) % blocks;
+      const int of = at % HEADS;
+      u32 owner = at / HEADS + rank;
+      if (owner >= blocks) owner -= blocks;
       push(remote(base + WEIGHTS_AT + (rank * HEADS + of) * 8, owner),
            *reinterpret_cast<const float *>(shared + MAXIMA_AT + of * 4), totals[of] + totals[HEADS + of],
            remote(weights_in, owner));
     }
     if (even) {
+      const int shift = __ffs(chunk) - 1;
 #pragma unroll 4
       for (int at = threadIdx.x * 16; at < HEADS * LATENT * 2; at += COMPUTING * 16) {
-        const int owner = (at / chunk + rank) % blocks, offset = at % chunk;
+        const int owner = ((at >> shift) + rank) & (blocks - 1), offset = at & (chunk - 1);
         const uint4 v = *reinterpret_cast<const uint4 *>(shared + STAGE_AT + owner * chunk + offset);
         const u32 words[4] = {v.x, v.y, v.z, v.w};
         push_words(remote(base + INBOX_AT + rank * chunk + offset, owner), words, remote(sums_in, owner));

@@ -44,9 +44,26 @@ __device__ __forceinline__ u32 ordered(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// The number that `ordered` made this of.
+__device__ __forceinline__ float number_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
+
 __device__ __forceinline__ u64 better(float value, u32 id) { return (u64)ordered(value) << 32 | (u32)~id; }
 
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
+
+// What this block has of a row.
+struct Slice {
+  int row, start, count;
+};
+
+// Once all blocks of the cluster have started, so that they may be written to, and the logits are there.
+__device__ __forceinline__ Slice begin(int width, int slice) {
+  cluster_barrier();
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int start = rank_in_cluster() * slice;
+  return {int(blockIdx.x) / CLUSTER, start, max(0, min(slice, width - start))};
+}
 
 // The largest of all blocks' numbers, in every thread. `turn` alternates between calls.
 __device__ u64 largest(u64 value, Exchange &exchange, int &turn) {
@@ -158,8 +175,7 @@ __device__ void keep_best(float *values, int count, float most, const Weight &we
   }
   // How many of those at the threshold: for weights that are all alike.
   u64 one = 0;
-  const u32 bits = found & 0x80000000u ? found & 0x7FFFFFFFu : ~found;
-  one = weigh(__uint_as_float(bits));
+  one = weigh(number_of(found));
   const u64 wanted = one && target > above ? (target - above + one - 1) / one : 1;
   const u64 ties = one ? tied / one : 0;
   int cut = count;  // places in the slice at which a tie is still kept
@@ -224,11 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ float4 memory[];
   float *values = (float *)memory;
   __shared__ Exchange exchange;
-  cluster_barrier();  // all blocks have started, so that they may be written to
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int row = blockIdx.x / CLUSTER, start = rank_in_cluster() * slice;
-  const int count = max(0, min(slice, width - start));
+  const auto [row, start, count] = begin(width, slice);
   const float heat = temperature[row];
   const float *mine = logits + row * stride + start;
   u64 best = 0;
@@ -240,8 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int turn = 0;
   best = largest(best, exchange, turn);
   if (heat > 0) {
-    const u32 most_key = best >> 32;
-    const float most = __uint_as_float(most_key & 0x80000000u ? most_key & 0x7FFFFFFFu : ~most_key);
+    const float most = number_of(best >> 32);
     const int k = top_k[row];
     const float p = top_p[row], least = min_p[row];
     if (most > NOTHING && (k > 0 || p < 1 || least > 0)) {
@@ -283,11 +294,7 @@ __device__ __forceinline__ float one_of(const unsigned short *mine, int i) { ret
 template <typename Number>
 __device__ __forceinline__ void find_best(const Number *logits, i64 *tokens, int width, i64 stride, int slice) {
   __shared__ Exchange exchange;
-  cluster_barrier();  // all blocks have started, so that they may be written to
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int row = blockIdx.x / CLUSTER, start = rank_in_cluster() * slice;
-  const int count = max(0, min(slice, width - start));
+  const auto [row, start, count] = begin(width, slice);
   const Number *mine = logits + row * stride + start;
   u64 best = 0;
   int turn = 0;
@@ -321,18 +328,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     likelihood(const float *logits, const i64 *tokens, float *found, int width, i64 stride, int slice) {
   __shared__ Exchange exchange;
-  cluster_barrier();  // all blocks have started, so that they may be written to
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int row = blockIdx.x / CLUSTER, start = rank_in_cluster() * slice;
-  const int count = max(0, min(slice, width - start));
+  const auto [row, start, count] = begin(width, slice);
   const float *mine = logits + row * stride + start;
   u64 best = 0;
   int turn = 0;
   for (int i = threadIdx.x; i < count; i += THREADS) best = larger(best, better(mine[i], start + i));
   best = largest(best, exchange, turn);
-  const u32 key = best >> 32;
-  const float most = __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
+  const float most = number_of(best >> 32);
   float sum = 0;
   for (int i = threadIdx.x; i < count; i += THREADS) sum += expf(mine[i] - most);
   for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);

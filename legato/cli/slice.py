@@ -108,7 +108,8 @@ def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict
         if shown.trace is not None:
             recorded.append(_trace(console, asked, share, work, shown, "" if len(listed) == 1 else _words(work)))
             # Each time anew: what was recorded stays if a later one fails.
-            title = f"{share.spec.name}, {share.spec.num_layers} layers, rank of {share.communicator.mesh.size}"
+            title = f"{share.spec.name}{f' in {asked.format.upper()}' if is_drawn(asked) else ''}, "
+            title += f"{share.spec.num_layers} layers, rank of {share.communicator.mesh.size}"
             title += f": {_words(work)}" if len(listed) == 1 else ""
             slice_trace.write(shown.trace, title, conditions_of(Setting.here(device)), recorded)
     return lines

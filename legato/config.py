@@ -27,6 +27,9 @@ MAX_RANKS = 8
 PAGE_SIZE = 64
 CPU_SCORE_BYTES, GPU_SCORE_BYTES = 1 << 26, 1 << 30
 """Budgets of index scores unless one is set: 64 MiB on a CPU, 1 GiB on a GPU."""
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 512, 2048
+"""Rows of prompts in a pass unless it is set. Every pass reads nearly all experts, so on a GPU it should be worth it; there
+running requests do not wait for a whole pass."""
 
 
 class ConfigError(ValueError):
@@ -49,14 +52,14 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states. `max_waiting`:
-    most requests that wait before further ones are refused (0: what cannot run at once is refused); `None`: any number.
-    `slowdown`: while a prompt runs, an iteration of the others takes at most so many times its own time, since the prompt goes
-    through a few layers at a time between iterations; 0: prompts run whole chunks beside the others; `None`: 2 on a GPU, 0 on a
-    CPU."""
+    """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states. `chunk_tokens`:
+    rows of prompts in one pass through the layers; `None`: 2048 on a GPU, 512 on a CPU. `max_waiting`: most requests that wait
+    before further ones are refused (0: what cannot run at once is refused); `None`: any number. `slowdown`: while a prompt runs,
+    an iteration of the others takes at most so many times its own time, since the prompt goes through a few layers at a time
+    between iterations; 0: prompts run whole chunks beside the others; `None`: 2 on a GPU, 0 on a CPU."""
 
     max_running: int = 16
-    chunk_tokens: int = 512
+    chunk_tokens: int | None = None
     context: int | None = None
     max_waiting: int | None = None
     slowdown: float | None = None
@@ -127,7 +130,7 @@ class Config:
             raise ConfigError(f"verify_speculation must be a share between 0 and 1, got {self.verify_speculation}")
         if self.schedule.max_running < 1:
             raise ConfigError(f"max_running must be at least 1, got {self.schedule.max_running}")
-        if self.schedule.chunk_tokens < 1:
+        if self.schedule.chunk_tokens is not None and self.schedule.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens must be at least 1, got {self.schedule.chunk_tokens}")
         if self.schedule.max_waiting is not None and self.schedule.max_waiting < 0:
             raise ConfigError(f"max_waiting cannot be negative, got {self.schedule.max_waiting}")
@@ -250,7 +253,7 @@ def resolve(config: Config, *, max_position: int, has_mtp: bool, cuda_available:
         index="fp8" if config.cache.index == "auto" else config.cache.index,
         num_drafts=_drafts(config, has_mtp),
         max_running=schedule.max_running,
-        chunk_tokens=schedule.chunk_tokens,
+        chunk_tokens=schedule.chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu else GPU_CHUNK_TOKENS),
         context=context,
         cache_tokens=cache_tokens,
         overlap=execution.overlap == "on" or (execution.overlap == "auto" and not on_cpu),

@@ -6,7 +6,7 @@ reads outcomes, the runner does the reverse. No torch, no clock, no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from legato.types import Grammar, TokenLogprob
 
@@ -137,6 +137,7 @@ class Plan:
     `layers`: the target's layers that the chunks go through, of all that there are. Where they do not begin at 0, the plan before
     has brought the very same chunks so far; they sample, and their cache is whole, only in the plan with the last layer. `None`:
     all of them at once.
+    `drops`: chunks that the plan before brought a part of the way go no further, and what is held of them may go.
     """
 
     epoch: int
@@ -147,10 +148,12 @@ class Plan:
     moves: tuple[Move, ...] = ()
     num_drafts: int = 0
     layers: range | None = None
+    drops: bool = False
 
     @property
     def is_empty(self) -> bool:
-        return not self.extends and not self.decodes
+        """Whether there is nothing to launch."""
+        return not self.extends and not self.decodes and not self.drops
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +184,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an iteration brought: one emission per row that sampled (decodes and last chunks)."""
+    """What an iteration brought: one emission per row that sampled (decodes and last chunks). `seconds`: by the device's own
+    clock, from the end of the one before it that brought any; `None` where it has no clock."""
 
     epoch: int
     emissions: tuple[Emission, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    seconds: float | None = field(default=None, compare=False)

@@ -40,7 +40,7 @@ class EngineFlags:
     context: options.Context = None
     max_running: options.MaxRunning = ScheduleConfig().max_running
     max_waiting: options.MaxWaiting = None
-    chunk_tokens: options.ChunkTokens = ScheduleConfig().chunk_tokens
+    chunk_tokens: options.ChunkTokens = None
     slowdown: options.Slowdown = None
     cache_tokens: options.CacheTokens = None
     prefix_cache: options.PrefixCache = True

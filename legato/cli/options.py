@@ -100,7 +100,12 @@ MaxWaiting = Annotated[
     ),
 ]
 ChunkTokens = Annotated[
-    int, typer.Option(help="Most tokens of prompts that run in one iteration.", rich_help_panel=ENGINE)
+    int | None,
+    typer.Option(
+        help="Most tokens of prompts that run in one pass; by default 2048 on a GPU, 512 on a CPU.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
 ]
 CacheTokens = Annotated[
     int | None,

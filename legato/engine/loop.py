@@ -159,7 +159,10 @@ class Engine:
         now = time.perf_counter()
         before = self._landed_at if self._overlap else started
         self._landed_at = now if outcome.emissions else None
-        return now - before if before is not None and outcome.emissions else None
+        if before is None or not outcome.emissions:
+            return None
+        # The host may come late to a letter, because it is launching a prompt; the device's clock knows nothing of that.
+        return outcome.seconds if self._overlap and outcome.seconds is not None else now - before
 
     def reset_stats(self) -> None:
         """Starts the counters anew."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def load_rank(
     bind(targets, settings.ops)
     if not settings.num_drafts:
         spec = replace(spec, has_mtp=False)
+    began = time.perf_counter()
     weights = load_weights(
         checkpoint,
         spec,
@@ -111,6 +113,7 @@ def load_rank(
         mesh=mesh,
         again=Requantization(DraftWeights.parse(settings.draft_weights), DenseFormat(settings.dense_format)),
     )
+    LOG.info("weights: %.1f s", time.perf_counter() - began)
     return Loaded(spec, weights, settings)
 
 

@@ -27,7 +27,9 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,12 +105,14 @@ class Store:
     """Compiled objects: in this process, and on disk under `directory` (None: nowhere).
 
     `compilations` counts what NVRTC had to compile: a server that is warm leaves it unchanged. A directory that cannot
-    be written is named in one warning, and costs nothing but compiling again next time.
+    be written is named in one warning, and costs nothing but compiling again next time. While `noted` is a dict, kernels that
+    are called are noted there and not launched.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
         self.compilations = 0
+        self.noted: dict[int, Kernel] | None = None
         self._held: dict[str, Binary] = {}
 
     def binary(self, source: Source, arch: str) -> Binary:
@@ -122,6 +126,19 @@ class Store:
                 self._write(key, found)
             self._held[key] = found
         return self._held[key]
+
+    def compile_noted(self, arch: str) -> int:
+        """Compiles the sources of all kernels that were noted, side by side: the compiler runs outside Python's lock. Returns how
+        many had to be. Raises BuildError as `binary` does."""
+        sources = {_key(kernel.source, arch): kernel.source for kernel in (self.noted or {}).values()}
+        absent = {key: source for key, source in sources.items() if key not in self._held and self._read(key) is None}
+        with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
+            made = dict(zip(absent, pool.map(partial(_compile, arch=arch), absent.values()), strict=True))
+        for key, binary in made.items():
+            self._held[key] = binary
+            self._write(key, binary)
+        self.compilations += len(made)
+        return len(made)
 
     def _read(self, key: str) -> Binary | None:
         if self.directory is None:
@@ -295,6 +312,9 @@ class Kernel:
         return int(self.load().occupancy.max_active_clusters(self._config(how), stream=self._stream()))
 
     def __call__(self, how: Launch, *arguments: Any) -> None:
+        if STORE.noted is not None:
+            STORE.noted[id(self)] = self
+            return
         launch(self._stream(), self._config(how), self.load(), *map(_argument, arguments))
 
     def _stream(self) -> Stream:

@@ -82,13 +82,15 @@ class MailboxError(RuntimeError):
 @dataclass(slots=True)
 class Letter:
     """The lines of one iteration, there or on their way. `number` is what the device must have written into them, `num_tokens`
-    the R of each line; `source` keeps what is being copied until it has been read: no device memory is held from then on."""
+    the R of each line; `source` keeps what is being copied until it has been read: no device memory is held from then on.
+    `before`: the event behind the letter before this one."""
 
     lines: Tensor
     number: int
     num_tokens: int
     sent: torch.cuda.Event | None
     source: Tensor | None
+    before: torch.cuda.Event | None = None
     found: list[Line] | None = None
 
     @property
@@ -109,6 +111,13 @@ class Letter:
             lines: list[list[int]] = self.lines.tolist()
             self.found, self.source = [self._line(line) for line in lines], None
         return self.found
+
+    def seconds(self) -> float | None:
+        """How long after the letter before it this one came, by the device's clock; `None` where there is none of the two. Only
+        of a letter that has been read, and before its place is used again."""
+        if self.sent is None or self.before is None:
+            return None
+        return self.before.elapsed_time(self.sent) / 1e3
 
     def _line(self, line: list[int]) -> Line:
         count, accepted, offered, done, live, number = line[-LETTER_EXTRA:]
@@ -133,7 +142,7 @@ class Mailbox:
                 (DEPTH, most_requests * (most_tokens + LETTER_EXTRA)), dtype=torch.int64, pin_memory=True
             )
             self._stream = torch.cuda.Stream(device)
-            self._events = [torch.cuda.Event() for _ in range(DEPTH)]
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(DEPTH)]
 
     def post(self, written: Written) -> Letter:
         """Sends a ring's letter, behind what has been issued on the current stream, which goes on meanwhile.
@@ -159,4 +168,5 @@ class Mailbox:
         with torch.cuda.stream(self._stream):
             lines.copy_(source, non_blocking=True)
             self._events[place].record(self._stream)
-        return Letter(lines, written.number, written.num_tokens, self._events[place], source)
+        before = self._events[place - 1] if self._posted > 1 else None  # the place before the first is the last
+        return Letter(lines, written.number, written.num_tokens, self._events[place], source, before)

@@ -83,7 +83,11 @@ class Flight:
     def outcome(self) -> Outcome:
         """What came back, row by row."""
         emissions = tuple(emission for part in self.parts for emission in part.emissions())
-        return Outcome(self.plan.epoch, emissions, tuple(chunk.values() for chunk in self.prompt_logprobs))
+        prompt_logprobs = tuple(chunk.values() for chunk in self.prompt_logprobs)
+        took = [part.letter.seconds() for part in self.parts]
+        known = [seconds for seconds in took if seconds is not None]
+        seconds = sum(known) if known and len(known) == len(took) else None
+        return Outcome(self.plan.epoch, emissions, prompt_logprobs, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +158,16 @@ class Runner:
 
         Everything is issued on one stream, so what this iteration writes is what the next one reads.
         """
+        if plan.layers is None or plan.layers.start == 0:
+            self._pass = None  # if there was one, no plan goes on with it
         if self.host is not None and plan.moves:
             self.host.move(plan.moves)
         for admit in plan.admits:
             self._admit(admit)
         for grant in plan.grants:
             self.rows.grant(grant)
+        if not plan.extends and not plan.decodes:
+            return Flight(plan, ())
         if self.decoder is None and plan.layers is None:
             batch = build_batch(plan, self.rows, self.spec).within(self.settings.score_bytes)
             return self._land(plan, batch, self.iteration.target.enter(batch.ids))

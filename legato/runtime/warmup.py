@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 
-from legato.ops.compiled import compilations
+from legato.model.glm import Glm
+from legato.ops.compiled import compilations, compile_ahead
 from legato.plan import Extend, Plan
 from legato.runtime.batch import build_batch
 from legato.runtime.decode import Decoder
@@ -34,6 +36,7 @@ Report = Callable[[str, int, int], None]
 class WarmUp:
     """What warming up took. `pool_bytes`: the memory that all graphs share; `compilations`: kernels not found on disk."""
 
+    compile_seconds: float
     prompt_seconds: float
     capture_seconds: float
     num_graphs: int
@@ -53,8 +56,13 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
     decoder = runner.decoder
     if decoder is None:
         return None
-    before, started = compilations(), time.perf_counter()
+    before, began = compilations(), time.perf_counter()
     sizes = prompt_sizes(min(runner.settings.chunk_tokens, runner.settings.context))
+    report("compiling kernels", 0, 1)
+    compile_ahead(lambda: _rehearse(runner, sizes))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    LOG.info("%d kernels compiled in %.1f s", compilations() - before, started - began)
     for done, size in enumerate(sizes):
         report(f"warming up prompts of {size}", done, len(sizes))
         run_prompt(runner, size, CHOICES if size == sizes[-1] else ("greedy",))
@@ -63,6 +71,7 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
     LOG.info("warm-up of prompts: %.1f s, %d kernels compiled", prompts_done - started, compilations() - before)
     pool_bytes = _capture(decoder, report) if runner.settings.graphs else 0
     took = WarmUp(
+        compile_seconds=started - began,
         prompt_seconds=prompts_done - started,
         capture_seconds=time.perf_counter() - prompts_done,
         num_graphs=len(decoder.graphs.costs),
@@ -71,6 +80,30 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
     )
     LOG.info("captured %d graphs in %.1f s, %d MiB", took.num_graphs, took.capture_seconds, took.pool_bytes >> 20)
     return took
+
+
+def _rehearse(runner: Runner, sizes: Collection[int]) -> None:
+    """Everything that will be run, on the fewest layers that hold one of every kind."""
+    few = replace(runner.iteration, target=first_of_every_kind(runner.iteration.target))
+    short = copy(runner)
+    short.iteration = few
+    short.spec = few.target.spec
+    for size in sizes:
+        run_prompt(short, size, CHOICES)
+    decoder = Decoder(few, runner.rows, runner.settings)
+    decoder.seats.seat((0,))
+    for key in decoder.graph_keys():
+        if key.variant is not None:
+            decoder.run(key.bucket, PlainDraw(CHOICES[key.variant]), key.num_drafts)
+
+
+def first_of_every_kind(target: Glm) -> Glm:
+    """The same model cut behind the layers that bring every kind there is: full or shared, dense or sparse."""
+    layers, kinds = target.weights.layers, target.spec.indexer_kinds
+    pairs = [(kind, type(layer.mlp)) for kind, layer in zip(kinds, layers, strict=False)]
+    count = max(pairs.index(pair) for pair in set(pairs)) + 1
+    spec = replace(target.spec, num_layers=count, indexer_kinds=kinds[:count])
+    return replace(target, spec=spec, weights=replace(target.weights, layers=layers[:count]))
 
 
 def run_prompt(runner: Runner, size: int, variants: Collection[Variant]) -> None:

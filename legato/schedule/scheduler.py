@@ -48,6 +48,7 @@ class Scheduler:
         self._depths = Depths(limits.depths or (limits.num_drafts,))
         self._pace = Pace(limits.num_layers, limits.slowdown)
         self._pass: _Pass | None = None
+        self._drops = False
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +117,8 @@ class Scheduler:
         extends = self._pass.extends if self._pass else self._chunks(ranked, admits, len(decodes), now)
         layers = self._layers(extends, len(decodes), num_drafts)
         moves = self.pages.take_moves() if extends or decodes else ()
-        plan = Plan(self._epoch, tuple(admits), extends, decodes, tuple(grants), moves, num_drafts, layers)
+        drops, self._drops = self._drops, False
+        plan = Plan(self._epoch, tuple(admits), extends, decodes, tuple(grants), moves, num_drafts, layers, drops)
         if not plan.is_empty:
             self._launch(plan)
         return plan
@@ -409,4 +411,4 @@ class Scheduler:
         """Chunks that are half through the layers run again from the first: one of their requests gives its pages away."""
         for extend in dropped.extends:
             self._running[extend.row].launched = extend.start
-        self._pass = None
+        self._pass, self._drops = None, True

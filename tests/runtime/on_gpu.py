@@ -19,10 +19,10 @@ from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine, targets_of
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.weights import GlmWeights, Residency, load_weights
-from legato.ops import bind
+from legato.ops import bind, gumbel
 from legato.ops.compiled import compilations
 from legato.schedule import Request
-from legato.types import SamplingParams
+from legato.types import SamplingParams, TokenLogprob
 
 LENGTH = 64
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.125}
@@ -107,6 +107,29 @@ def flips(found: Sequence[Sequence[int]], dtype: str) -> list[tuple[int, int, fl
                 break
     print(f"{len(differences)} of {len(found)} requests leave the CPU's tokens at a near-tie: {differences}")
     return differences
+
+
+def with_margins(served: Engine, request: Request) -> tuple[list[int], list[float]]:
+    """The tokens of a request that runs alone, and how close each choice was: between the best two logits, or what the draw made
+    of them."""
+    params = replace(request.params, logprobs=20)
+    served.submit(replace(request, params=params))
+    tokens: list[int] = []
+    entries: list[TokenLogprob] = []
+    while served.has_work:
+        for progress in served.turn():
+            tokens += progress.tokens
+            entries += progress.logprobs or ()
+    margins: list[float] = []
+    for index, entry in enumerate(entries):
+        values = dict(entry.top) | {entry.token_id: entry.logprob}
+        if params.temperature:
+            where = torch.tensor([request.seed]), torch.tensor([len(request.prompt) + index])
+            noise = gumbel.reference(*where, SPEC.vocab_size)[0]
+            values = {token: value / params.temperature + float(noise[token]) for token, value in values.items()}
+        others = [value for token, value in values.items() if token != entry.token_id]
+        margins.append(values[entry.token_id] - max(others))
+    return tokens, margins
 
 
 def taken() -> dict[str, int]:

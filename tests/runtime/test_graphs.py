@@ -11,9 +11,10 @@ import torch
 from legato.config import Config, ConfigError, ExecutionConfig, Switch, resolve
 from legato.engine.start import EMBEDDED_CHECKPOINT
 from legato.model.checkpoint import Checkpoint
+from legato.model.glm import Glm
 from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
-from legato.model.weights import Residency, load_weights
+from legato.model.weights import GlmWeights, LayerWeights, MlpWeights, MoeWeights, Residency, load_weights
 from legato.plan import Admit, Plan
 from legato.runtime.batch import Layout, build_batch, decode_batch
 from legato.runtime.graphs import Seats, bucket_of, buckets
@@ -21,7 +22,7 @@ from legato.runtime.mailbox import DEPTH, Letter, Line, Mailbox, MailboxError, R
 from legato.runtime.rows import Rows
 from legato.runtime.runner import Runner
 from legato.runtime.speculate import Verified
-from legato.runtime.warmup import prompt_sizes, run_prompt
+from legato.runtime.warmup import first_of_every_kind, prompt_sizes, run_prompt
 
 CPU = torch.device("cpu")
 K = 5
@@ -150,6 +151,23 @@ def test_a_letter_on_its_way_is_polled():
     assert event.looks == 4
 
 
+def test_letters_say_how_far_apart_they_came():
+    """By the device's clock: the host may be late."""
+
+    class Event:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    sent = written()
+    arguments = sent.lines, sent.number, sent.num_tokens
+    assert Letter(*arguments, Event(12.5), None, Event(5.0)).seconds() == 0.0075  # type: ignore[arg-type]
+    assert Letter(*arguments, Event(12.5), None).seconds() is None, "the first"  # type: ignore[arg-type]
+    assert Mailbox(4, 8, CPU).post(sent).seconds() is None, "a CPU has no clock"
+
+
 def test_a_letter_that_has_been_read_keeps_nothing_of_the_device():
     sent = written()
     letter = Letter(sent.lines.clone(), sent.number, sent.num_tokens, None, sent.lines)
@@ -158,6 +176,22 @@ def test_a_letter_that_has_been_read_keeps_nothing_of_the_device():
     assert on_device() is not None, "it may still be on its way"
     letter.read()
     assert on_device() is None
+
+
+def test_a_rehearsal_runs_the_fewest_layers_that_hold_every_kind(spec: ModelSpec):
+    def layer(mlp: type) -> LayerWeights:
+        made = object.__new__(LayerWeights)
+        object.__setattr__(made, "mlp", object.__new__(mlp))
+        return made
+
+    layers = [layer(MlpWeights), *(layer(MoeWeights) for _ in range(6))]
+    kinds = ("full", "shared", "shared", "full", "shared", "shared", "shared")
+    weights = object.__new__(GlmWeights)
+    for name in (field.name for field in fields(GlmWeights)):
+        object.__setattr__(weights, name, layers if name == "layers" else None)
+    short = first_of_every_kind(Glm(replace(spec, num_layers=7, indexer_kinds=kinds), weights))
+    assert short.spec.num_layers == len(short.weights.layers) == 4, "dense and full, sparse and shared, sparse and full"
+    assert short.spec.indexer_kinds == kinds[:4]
 
 
 def test_warming_up_leaves_no_trace(spec: ModelSpec):

@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  if (blocks > 1) cluster_arrive();
+  if (blocks > 1) cluster_arrive_relaxed();
   slots += size_t(row) * slots_stride;
   // Where the selection is older than the preceding kernel, this brings it closer; where not, it costs nothing.
   if (threadIdx.x < 4 && int(rank * UNIT + threadIdx.x * 32) < width) prefetch(slots + rank * UNIT + threadIdx.x * 32);

@@ -346,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (blocks > 1) cluster_arrive();
+  if (blocks > 1) cluster_arrive_relaxed();
   slots += size_t(row) * slots_stride;
   q += size_t(row) * q_stride * 2 + first_head * 1152;
   // Where the selection is older than the preceding kernel, this brings it closer; where not, it costs nothing.

@@ -39,15 +39,17 @@ class ConfigError(ValueError):
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The two paged caches. `latent`: "auto" is bfloat16 on a GPU and float32 on a CPU, where converting costs more than the
-    memory. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at
-    most 64 Ki tokens on a CPU. `prefix`: whether full pages are kept and found again by later requests. `host_tokens`: room in
-    host memory, in tokens, for pages that are evicted from there; 0: none."""
+    memory. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at most 64 Ki tokens on a
+    CPU. `memory_fraction` in its place: the share of a GPU's memory that weights and caches fill together; kernels, graphs and
+    repacked weights need some of the rest. `prefix`: whether full pages are kept and found again by later requests.
+    `host_tokens`: room in host memory, in tokens, for pages that are evicted from there; 0: none."""
 
     latent: LatentFormat = "auto"
     index: IndexFormat = "auto"
     tokens: int | None = None
     prefix: bool = True
     host_tokens: int = 0
+    memory_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,10 @@ class Config:
             raise ConfigError(f"context must be at least 2, got {self.schedule.context}")
         if self.cache.tokens is not None and self.cache.tokens < PAGE_SIZE:
             raise ConfigError(f"cache tokens must be at least one page of {PAGE_SIZE}, got {self.cache.tokens}")
+        if self.cache.memory_fraction is not None and not 0 < self.cache.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {self.cache.memory_fraction}")
+        if self.cache.memory_fraction is not None and self.cache.tokens is not None:
+            raise ConfigError("cache tokens and memory_fraction both say how large the cache is: give one")
         if self.cache.host_tokens < 0:
             raise ConfigError(f"host_tokens cannot be negative, got {self.cache.host_tokens}")
         if self.cache.host_tokens and not self.cache.prefix:

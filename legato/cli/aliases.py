@@ -89,6 +89,8 @@ ALIASES: dict[str, Mapped] = {
     "--max-num-batched-tokens": count("--chunk-tokens"),
     "--max-queued-requests": renamed("--max-waiting"),
     "--max-total-tokens": count("--cache-tokens"),
+    "--mem-fraction-static": renamed("--memory-fraction"),
+    "--gpu-memory-utilization": renamed("--memory-fraction"),
     "--kv-cache-dtype": among(
         "--latent",
         {
@@ -153,10 +155,8 @@ SWITCHES: dict[str, tuple[Pair, ...]] = {
 """Flags without a value. An empty tuple: it asks for what Legato always does (code in a checkpoint is never run)."""
 
 REFUSED: dict[str, str] = {
-    "--mem-fraction-static": "the cache is sized in tokens: use --cache-tokens",
-    "--gpu-memory-utilization": "the cache is sized in tokens: use --cache-tokens",
-    "--kv-cache-memory-bytes": "the cache is sized in tokens: use --cache-tokens",
-    "--num-gpu-blocks-override": "the cache is sized in tokens: use --cache-tokens",
+    "--kv-cache-memory-bytes": "the cache is sized in tokens: use --cache-tokens or --memory-fraction",
+    "--num-gpu-blocks-override": "the cache is sized in tokens: use --cache-tokens or --memory-fraction",
     "--speculative-draft-model-path": "Legato drafts with the checkpoint's own MTP layer; leave it out",
     "--speculative-draft-model": "Legato drafts with the checkpoint's own MTP layer; leave it out",
     "--speculative-accept-threshold-single": "drafts never change what is generated",

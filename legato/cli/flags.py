@@ -43,6 +43,7 @@ class EngineFlags:
     chunk_tokens: options.ChunkTokens = None
     slowdown: options.Slowdown = None
     cache_tokens: options.CacheTokens = None
+    memory_fraction: options.MemoryFraction = None
     prefix_cache: options.PrefixCache = True
     host_tokens: options.HostTokens = 0
     latent: options.Latent = "auto"
@@ -77,7 +78,9 @@ class EngineFlags:
             model=self.model,
             num_drafts=self.num_drafts,
             draft_threshold=self.draft_threshold,
-            cache=CacheConfig(latent, index, self.cache_tokens, self.prefix_cache, self.host_tokens),
+            cache=CacheConfig(
+                latent, index, self.cache_tokens, self.prefix_cache, self.host_tokens, self.memory_fraction
+            ),
             schedule=ScheduleConfig(self.max_running, self.chunk_tokens, self.context, self.max_waiting, self.slowdown),
             execution=ExecutionConfig(
                 device=self.device,

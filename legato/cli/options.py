@@ -115,6 +115,14 @@ CacheTokens = Annotated[
         show_default=False,
     ),
 ]
+MemoryFraction = Annotated[
+    float | None,
+    typer.Option(
+        help="In place of --cache-tokens: the share of a GPU's memory that weights and caches fill together, such as 0.85.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
 PrefixCache = Annotated[
     bool,
     typer.Option("--prefix-cache/--no-prefix-cache", help="Keep prompts for later requests.", rich_help_panel=ENGINE),

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from legato.config import PAGE_SIZE, Config, Resolved, resolve
+from legato.config import PAGE_SIZE, Config, ConfigError, Resolved, resolve
 from legato.engine.loop import Engine, Launcher
 from legato.engine.ranks.watch import Watch
+from legato.engine.room import within_memory
 from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.inventory import stored_spec
@@ -88,6 +89,11 @@ def load_rank(
     settings = resolve(
         config, max_position=spec.max_position, has_mtp=spec.has_mtp, cuda_available=torch.cuda.is_available()
     )
+    if config.cache.memory_fraction is not None:
+        if settings.device == "cpu":
+            raise ConfigError("memory_fraction is the share of a GPU's memory; on a CPU give --cache-tokens")
+        gpu_bytes = torch.cuda.get_device_properties(settings.device).total_memory
+        settings = within_memory(settings, config, checkpoint, mesh.size, gpu_bytes)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.device != "cpu":

@@ -68,7 +68,7 @@ def test_the_published_commands_work_on_one_gpu() -> None:
     assert parsed(*shlex.split(SGLANG_H200), "--tp", "8").engine().execution.tensor_parallel == 8
     assert parsed(*shlex.split(VLLM_H200), "--tensor-parallel-size", "8").engine().execution.tensor_parallel == 8
     assert "--dp-size 8" in refused(*shlex.split(SGLANG_H200), "--dp-size", "8")
-    assert "--cache-tokens" in refused(*shlex.split(SGLANG_H200), "--mem-fraction-static", "0.8")
+    assert parsed(*shlex.split(SGLANG_H200), "--mem-fraction-static", "0.8").engine().cache.memory_fraction == 0.8
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,8 @@ def test_the_published_commands_work_on_one_gpu() -> None:
         ("--max-num-batched-tokens 8k", "chunk_tokens", 8000),
         ("--max-queued-requests 9", "max_waiting", 9),
         ("--max-total-tokens 65536", "cache_tokens", 65536),
+        ("--gpu-memory-utilization 0.9", "memory_fraction", 0.9),
+        ("--two-shot-rows 16", "two_shot_rows", 16),
         ("--kv-cache-dtype bf16", "latent", "bfloat16"),
         ("--kv-cache-dtype fp8_e4m3", "latent", "fp8"),
         ("--disable-radix-cache", "prefix_cache", False),
@@ -133,7 +135,9 @@ def test_an_alias_means_what_it_says(words: str, attribute: str, value: object) 
         ("--kv-cache-dtype fp8_e5m2", ["--kv-cache-dtype", "fp8_e5m2", "bfloat16"]),
         ("--max-model-len -1", ["--max-model-len", "-1"]),
         ("--chunked-prefill-size -1", ["--chunked-prefill-size", "-1"]),
-        ("--gpu-memory-utilization 0.9", ["--gpu-memory-utilization", "--cache-tokens"]),
+        ("--gpu-memory-utilization 90", ["memory_fraction", "at most 1", "90"]),
+        ("--gpu-memory-utilization 0.9 --cache-tokens 640", ["cache tokens and memory_fraction", "give one"]),
+        ("--kv-cache-memory-bytes 9", ["--kv-cache-memory-bytes", "--memory-fraction"]),
         ("--quantization fp8", ["--quantization", "config.json"]),
         ("--enable-lora", ["--enable-lora"]),
         ("--hicache-ratio 2", ["--hicache-ratio"]),

@@ -1,0 +1,44 @@
+"""How many tokens the caches hold where a share of the GPU's memory was given for them and the weights.
+
+Owns that arithmetic, from the checkpoint's headers alone: it is done before anything is loaded. Must not touch a device. Called
+by `legato.engine.start`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from legato.config import PAGE_SIZE, Config, ConfigError, Resolved
+from legato.model.checkpoint import Checkpoint
+from legato.model.footprint import cache_bytes, plan
+from legato.model.spec import ModelSpec
+
+
+def bytes_per_token(spec: ModelSpec, settings: Resolved) -> int:
+    """What one token takes in both caches, in the formats of `settings`. Raises ConfigError for a latent that fp8 cannot hold."""
+    cache = cache_bytes(spec)
+    latent = {"bfloat16": cache.latent_bf16, "float32": 2 * cache.latent_bf16, "fp8": cache.latent_fp8}[settings.latent]
+    if latent is None:
+        raise ConfigError(f"latent fp8 takes blocks of 128, and this model's latent is {spec.kv_lora_rank} wide")
+    if settings.index == "fp8":
+        return latent + cache.index_keys
+    return latent + cache.index_keys // (spec.index_dim + 4) * 4 * spec.index_dim
+
+
+def within_memory(settings: Resolved, config: Config, checkpoint: Checkpoint, ranks: int, gpu_bytes: int) -> Resolved:
+    """`settings` with caches that fill `memory_fraction` of a GPU beside one of `ranks` shares of the weights; where no context
+    was asked for, one that fits there. Raises ConfigError where there is no room."""
+    fraction = config.cache.memory_fraction or 0.0
+    footprint = plan(checkpoint, ranks=(ranks,), gpu_bytes=round(fraction * gpu_bytes), reserve_bytes=0)
+    if footprint.spec is None:
+        raise ConfigError(f"memory_fraction: {footprint.refusal}")
+    share = footprint.plans[0]
+    tokens = max(share.free_bytes, 0) // (bytes_per_token(footprint.spec, settings) * PAGE_SIZE) * PAGE_SIZE
+    context = min(settings.context, tokens - PAGE_SIZE) if config.schedule.context is None else settings.context
+    if context < 2 or tokens < context + PAGE_SIZE:
+        raise ConfigError(
+            f"memory_fraction {fraction:g} of {gpu_bytes / 1e9:.1f} GB leaves room for {tokens:,} tokens beside"
+            f" {share.total_weight_bytes / 1e9:.1f} GB of weights, and a context of {max(context, 2):,} needs"
+            f" {max(context, 2) + PAGE_SIZE:,}: raise it, or use more GPUs, --latent fp8 or a smaller --context"
+        )
+    return replace(settings, cache_tokens=tokens, context=context)

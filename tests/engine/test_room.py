@@ -1,0 +1,67 @@
+"""Caches that fill a share of a GPU's memory: what they hold, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from legato.config import (
+    PAGE_SIZE,
+    CacheConfig,
+    Config,
+    ConfigError,
+    ExecutionConfig,
+    Resolved,
+    ScheduleConfig,
+    resolve,
+)
+from legato.engine.room import within_memory
+from legato.engine.start import load_rank, open_checkpoint
+from legato.model.checkpoint import Checkpoint
+from legato.model.footprint import plan
+from legato.model.inventory import stored_spec
+
+GPU_BYTES = 400_000_000
+PER_TOKEN = {("bfloat16", "fp8"): 8460, ("fp8", "fp8"): 4988, ("float32", "float32"): 2 * (8460 - 396) + 3 * 128 * 4}
+"""Of the checkpoint in the package: latents of 7 layers, index keys of 3, 132 bytes each in fp8."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(None)
+
+
+def settled(checkpoint: Checkpoint, config: Config, ranks: int = 1) -> Resolved:
+    spec = stored_spec(checkpoint)
+    settings = resolve(config, max_position=spec.max_position, has_mtp=True, cuda_available=True)
+    return within_memory(settings, config, checkpoint, ranks, GPU_BYTES)
+
+
+@pytest.mark.parametrize(("latent", "index"), PER_TOKEN)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_and_caches_fill_the_share(checkpoint: Checkpoint, latent: str, index: str, ranks: int) -> None:
+    config = Config(cache=CacheConfig(latent, index, memory_fraction=0.5))  # type: ignore[arg-type]
+    found = settled(checkpoint, config, ranks)
+    weights = plan(checkpoint, ranks=(ranks,)).plans[0].total_weight_bytes
+    filled = weights + found.cache_tokens * PER_TOKEN[latent, index]
+    assert 0 <= GPU_BYTES / 2 - filled < PAGE_SIZE * PER_TOKEN[latent, index] and found.cache_tokens % PAGE_SIZE == 0
+    assert found.context == min(8192, found.cache_tokens - PAGE_SIZE)
+
+
+def test_a_context_that_was_asked_for_must_fit(checkpoint: Checkpoint) -> None:
+    def sized(fraction: float, context: int | None) -> Resolved:
+        cache = CacheConfig("bfloat16", "fp8", memory_fraction=fraction)
+        return settled(checkpoint, Config(cache=cache, schedule=ScheduleConfig(context=context)))
+
+    assert sized(0.1, 512).context == 512
+    assert 512 < sized(0.1, None).context < 8192, "what fits"
+    for fraction, context in ((0.1, 8192), (0.01, None)):
+        with pytest.raises(ConfigError, match=r"memory_fraction 0\.0?1 of 0\.4 GB leaves room for .* tokens beside"):
+            sized(fraction, context)
+
+
+def test_a_cpu_has_none(checkpoint: Checkpoint) -> None:
+    config = Config(cache=CacheConfig(memory_fraction=0.5), execution=ExecutionConfig(device="cpu"))
+    with pytest.raises(ConfigError, match="on a CPU give --cache-tokens"):
+        load_rank(config, checkpoint)
+    with pytest.raises(ConfigError, match="above 0 and at most 1, got 0"):
+        Config(cache=CacheConfig(memory_fraction=0.0))

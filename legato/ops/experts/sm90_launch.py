@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,11 +26,12 @@ ROWS_AT_ONCE = 8
 WARPS = 16
 #: Shared memory of a multiprocessor less what the system keeps of it for a block.
 _SHARED_BYTES = 226 * 1024
-_PARTIAL_BYTES = 512
-#: Buffers in which the warps' sums of a unit meet: how far warps may part.
-_BUFFERS = 4
-#: Slots of a ring, at most: what is asked for at once.
-_MOST_SLOTS = 12
+#: Of a warp's sums of a unit, two columns of them.
+_PARTIAL_BYTES = 128
+#: Buffers in which the warps' sums of a unit meet, at most: how far warps may part.
+_MOST_BUFFERS = 4
+#: Slots of a ring, at most: what is asked for at once. Four-bit formats are slower with more (NOTES.md).
+_MOST_SLOTS = {"bf16": 12, "fp8": 12, "int4": 2, "nvfp4": 2}
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,15 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
     slice_k = -(-what.hidden // 128 // warps)
     pairs, tiles = rows * choices, most_tiles(rows, choices, what.num_experts)
     x_bytes, terms = warps * held * (slice_k * 256 + 16), (pairs + rows) * (strips * 16 + 4) * 4
-    fixed = x_bytes + _BUFFERS * warps * _PARTIAL_BYTES
+    buffer = warps * -(-held // 2) * _PARTIAL_BYTES
     static = tiles * (12 + 4 * held) + pairs * 8 + what.num_experts * 8 + 1536
-    # The largest copies of which two are in flight.
-    room = _SHARED_BYTES - static - fixed
-    for chunk, shared_chunk in _chunks(what, slice_k):
+    # The largest copies of which two are in flight, then as many buffers as leave room for them.
+    room = _SHARED_BYTES - static - x_bytes
+    for (chunk, shared_chunk), buffers in product(_chunks(what, slice_k), range(_MOST_BUFFERS, 1, -1)):
         slot = chunk * STEP_BYTES[what.routed]
         if what.shared is not None:
             slot = max(slot, shared_chunk * STEP_BYTES[what.shared])
-        slots = min(_MOST_SLOTS, room // (warps * slot))
+        slots = min(_MOST_SLOTS[what.routed], (room - buffers * buffer) // (warps * slot))
         if slots >= 2:
             break
     span = 1 if rows <= 2 or what.routed == "bf16" else strips
@@ -99,7 +101,8 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "SLOTS": slots,
         "CHUNK": chunk,
         "SHARED_CHUNK": shared_chunk,
-        "DYNAMIC_BYTES": fixed + warps * slots * slot,
+        "DYNAMIC_BYTES": x_bytes + buffers * buffer + warps * slots * slot,
+        "BUFFERS": buffers,
         "SPAN": min(span, strips),
         "EXPERTS": what.num_experts,
         "X_ROWS": held,

@@ -20,7 +20,7 @@
 //
 // Macros: FORMAT of the routed experts; SHARED: format of the shared one, or NONE (-1); HIDDEN, WIDTH: D and F, multiples
 // of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; DYNAMIC_BYTES of shared memory
-// that the launch gives; SPAN: strips of an item; X_ROWS: rows of a tile, and of x that fit (up to so many rows of the
+// that the launch gives; BUFFERS in which sums meet: how far warps may part; SPAN: strips of an item; X_ROWS: rows of a tile, and of x that fit (up to so many rows of the
 // launch stay for the whole first half, more are fetched tile by tile); MOST_PAIRS: rows * choices; MOST_TILES;
 // MOST_FEATURES: rows of a buffer of features; EXPERTS: how many there are; TERMS_SHARED: 1 where what a block adds up fits
 // the shared memory of the first half's rows.
@@ -44,8 +44,9 @@ constexpr int PIECE_STEPS = PIECE / Routed::STEP_K, SHARED_PIECE_STEPS = PIECE /
 constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED == NONE ? 0 : SHARED_CHUNK * Shared::BYTES;
 constexpr int SLOT_BYTES = CHUNK_BYTES > SHARED_CHUNK_BYTES ? CHUNK_BYTES : SHARED_CHUNK_BYTES;
 constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
-constexpr int PARTIAL_BYTES = WARPS * 512;
-constexpr int BUFFERS = 4;  // for sums that meet: how far warps may part
+constexpr int COLUMN_PAIRS = (X_ROWS + 1) / 2;             // of a tile's eight columns, those that may be rows
+constexpr int PARTIAL_FLOATS = 32 * COLUMN_PAIRS;          // of a warp's sums of a unit
+constexpr int PARTIAL_BYTES = WARPS * PARTIAL_FLOATS * 4;  // of a buffer
 static_assert(WARPS == 16, "the order of a sum is that of four groups of four warps");
 constexpr size_t FEATURE_BYTES = size_t(MOST_FEATURES) * WIDTH * 2;
 constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
@@ -126,24 +127,19 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
 
-// An item of the second half: up to SPAN strips of a tile. Items go round the warps.
+// An item of the second half: up to SPAN strips of a tile, or one of a shared expert's tile, whose weights may be four times as
+// many bytes and would keep one warp busy when all others are done. Items go round the warps.
 struct Item {
-  int tile, strip;
-
-  __device__ __forceinline__ void advance(int live) {
-    if (SPAN >= STRIPS) {
-      tile += WARPS;
-    } else {
-      const int per_tile = (live + SPAN - 1) / SPAN;
-      tile += WARPS / per_tile, strip += WARPS % per_tile * SPAN;
-      if (strip >= live) strip -= per_tile * SPAN, ++tile;
-    }
-  }
+  int tile, strip, strips;
 };
 
-__device__ __forceinline__ Item first_item(int warp, int live) {
-  const int per_tile = (live + SPAN - 1) / SPAN;
-  return {warp / per_tile, warp % per_tile * SPAN};
+__device__ __forceinline__ Item item_of(int number, int live, int shared_tiles, int num_tiles) {
+  const int of_shared = shared_tiles * live, rest = number - of_shared;
+  if (live == 0) return {num_tiles, 0, 0};
+  if (SHARED != NONE && rest < 0) return {number / live, number % live, 1};
+  if (SPAN >= STRIPS) return {shared_tiles + rest, 0, live};
+  const int per_tile = (live + SPAN - 1) / SPAN, strip = rest % per_tile * SPAN;
+  return {shared_tiles + rest / per_tile, strip, min(SPAN, live - strip)};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -189,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u8 *source = nullptr;
   int source_steps = 0, source_chunk = 0, source_run = 0, source_unit = 0, fetch_slot = 0, in_flight = 0;
   int source_more = 0;  // units of the same tile that follow the open one
-  Item source_item = {0, 0};
+  int source_number = warp;  // of the item of the second half
   bool source_shared = false;
   auto open = [&](bool known) {
     if (source_unit < shared_units) {
@@ -217,9 +213,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       ++source_unit;
       return true;
     }
+    const Item source_item = item_of(source_number, live, shared_tiles, num_tiles);
     if (source_item.tile >= num_tiles) return false;
     // All of an item in one run where K is one piece; else piece by piece, strip by strip.
-    const int expert = expert_of[source_item.tile], strips = min(SPAN, live - source_item.strip);
+    const int expert = expert_of[source_item.tile], strips = source_item.strips;
     const int strip = strip_begin + source_item.strip + (PIECES == 1 ? 0 : source_run % strips);
     const int piece = PIECES == 1 ? 0 : source_run / strips;
     source_shared = SHARED != NONE && expert < 0;
@@ -232,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       source_steps = PIECE_STEPS * (PIECES == 1 ? strips : 1);
       source = w2 + ((size_t(expert) * STRIPS_ALL + strip) * PIECES + piece) * PIECE_STEPS * Routed::BYTES;
     }
-    if (PIECES == 1 || ++source_run == PIECES * strips) source_run = 0, source_item.advance(live);
+    if (PIECES == 1 || ++source_run == PIECES * strips) source_run = 0, source_number += WARPS;
     return true;
   };
   // One more chunk into the next slot; false where nothing is left, or nothing is known yet.
@@ -258,7 +255,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     while (in_flight < SLOTS && fetch(false)) ++in_flight;
   }
-  if (live > 0) source_item = first_item(warp, live);
   for (int i = threadIdx.x; i < experts; i += THREADS) seen_of[i] = 0;
   for (int i = threadIdx.x; i < MOST_TILES; i += THREADS) count_of[i] = 0;
   for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) pair_of[i / X_ROWS][i % X_ROWS] = pairs + i | i << 16;
@@ -356,7 +352,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     routed_first = boundary(block);
     routed_units = boundary(block + 1) - routed_first;
   }
-  if (live == 0) source_item.tile = num_tiles;
   if (lane == 0)
     while (in_flight < SLOTS && fetch(true)) ++in_flight;
   __syncwarp();
@@ -434,22 +429,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (index >= BUFFERS) barrier_wait(freed, (index / BUFFERS - 1) & 1);
     const float4 own =
         make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
-    const bool few = count <= 2;  // all in the lanes of t = 0
-    if (!few)
-      reinterpret_cast<float4 *>(here + warp * 128)[lane] = own;
-    else if (t == 0)
-      reinterpret_cast<float4 *>(here + warp * 128)[g] = own;
+    const bool few = COLUMN_PAIRS == 1 || count <= 2;  // all in the lanes of t = 0
+    if (few ? t == 0 : t < COLUMN_PAIRS)
+      reinterpret_cast<float4 *>(here + warp * PARTIAL_FLOATS)[few ? g : g * COLUMN_PAIRS + t] = own;
     __syncwarp();
     if (lane == 0) barrier_arrive(met);
     if (reduces) {
       barrier_wait(met, index / BUFFERS & 1);
       // Four groups of four warps, whoever adds them: of one or two rows eight lanes a group, else every lane all of its place.
       auto group_sum = [&](int group, int place_of) {
-        const float4 *from = reinterpret_cast<const float4 *>(here + group * 512) + place_of;
+        const float4 *from = reinterpret_cast<const float4 *>(here + group * 4 * PARTIAL_FLOATS) + place_of;
         float4 sum = from[0];
 #pragma unroll
         for (int w = 1; w < 4; ++w) {
-          const float4 one = from[w * 32];
+          const float4 one = from[w * (PARTIAL_FLOATS / 4)];
           sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
         }
         return sum;
@@ -463,7 +456,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           total.z += __shfl_xor_sync(0xffffffffu, total.z, step), total.w += __shfl_xor_sync(0xffffffffu, total.w, step);
         }
       } else {
-        const float4 a = group_sum(0, lane), b = group_sum(1, lane), c = group_sum(2, lane), d = group_sum(3, lane);
+        const int place_of = g * COLUMN_PAIRS + min(t, COLUMN_PAIRS - 1);
+        const float4 a = group_sum(0, place_of), b = group_sum(1, place_of);
+        const float4 c = group_sum(2, place_of), d = group_sum(3, place_of);
         total = make_float4((a.x + b.x) + (c.x + d.x), (a.y + b.y) + (c.y + d.y), (a.z + b.z) + (c.z + d.z),
                             (a.w + b.w) + (c.w + d.w));
       }
@@ -492,22 +487,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   // Second half. A lane holds its part of its row for a piece of K, and asks for the next where it takes the last.
-  Item item = {num_tiles, 0}, ahead = item;
-  if (live > 0) item = ahead = first_item(warp, live);
-  int ahead_piece = 0;
-  auto row_ahead = [&]() {
-    const int tile = min(ahead.tile, num_tiles - 1), place = g < count_of[tile] ? g : 0;
-    return features + (size_t(pair_of[tile][place] & 0xffff) * WIDTH + ahead_piece * PIECE) * 2 + t * 16;
+  auto item_at = [&](int number) { return item_of(number, live, shared_tiles, num_tiles); };
+  auto row_at = [&](int number, int piece) {
+    const int tile = min(item_at(number).tile, num_tiles - 1), place = g < count_of[tile] ? g : 0;
+    return features + (size_t(pair_of[tile][place] & 0xffff) * WIDTH + piece * PIECE) * 2 + t * 16;
   };
   Fragment held[PIECE / 64];
   const u8 *row = nullptr;
-  if (item.tile < num_tiles) {
-    row = row_ahead();
+  if (item_at(warp).tile < num_tiles) {
+    row = row_at(warp, 0);
 #pragma unroll
     for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
   }
-  for (; item.tile < num_tiles; item.advance(live)) {
-    const int tile = item.tile, count = count_of[tile], strips = min(SPAN, live - item.strip);
+  for (int number = warp;; number += WARPS) {
+    const Item item = item_at(number);
+    if (item.tile >= num_tiles) break;
+    const int tile = item.tile, count = count_of[tile], strips = item.strips;
     const bool is_shared = SHARED != NONE && expert_of[tile] < 0;
     Sums sums[SPAN] = {};
     for (int piece = 0; piece < PIECES; ++piece) {
@@ -522,8 +517,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
       }
-      if (++ahead_piece == PIECES) ahead_piece = 0, ahead.advance(live);
-      row = row_ahead();
+      row = piece + 1 < PIECES ? row_at(number, piece + 1) : row_at(number + WARPS, 0);
       auto take = [&](int b, bool last) {
         const Fragment now = held[b];
         if (last) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
@@ -531,19 +525,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       };
       if (is_shared) {
 #pragma unroll
-        for (int s = 0; s < SPAN; ++s)
-#pragma unroll
-          for (int k = 0; k < SHARED_PIECE_STEPS; ++k) {
-            constexpr int RUN = PIECES == 1 ? SPAN * SHARED_PIECE_STEPS : SHARED_PIECE_STEPS;
-            const int at = PIECES == 1 ? s * SHARED_PIECE_STEPS + k : k;
-            if (s >= strips) break;
-            if (at % SHARED_CHUNK == 0) barrier_wait(full + slot * 8, parity);
-            multiply<SHARED_FORMAT>(sums[s], ring + slot * SLOT_BYTES + at % SHARED_CHUNK * Shared::BYTES, lane,
-                                    [&](int b) { return take(k * (Shared::STEP_K / 64) + b, s == strips - 1); });
-            if (at % SHARED_CHUNK == SHARED_CHUNK - 1 || at == RUN - 1 ||
-                (k == SHARED_PIECE_STEPS - 1 && s == strips - 1))
-              next_slot();
-          }
+        for (int k = 0; k < SHARED_PIECE_STEPS; ++k) {
+          if (k % SHARED_CHUNK == 0) barrier_wait(full + slot * 8, parity);
+          multiply<SHARED_FORMAT>(sums[0], ring + slot * SLOT_BYTES + k % SHARED_CHUNK * Shared::BYTES, lane,
+                                  [&](int b) { return take(k * (Shared::STEP_K / 64) + b, true); });
+          if (k % SHARED_CHUNK == SHARED_CHUNK - 1 || k == SHARED_PIECE_STEPS - 1) next_slot();
+        }
       } else {
 #pragma unroll
         for (int s = 0; s < SPAN; ++s)

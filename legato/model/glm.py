@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from legato.model.attention import planned
 from legato.model.layer import decoder_layer
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import GlmWeights
-from legato.ops import rms_norm
+from legato.ops import embed_norm
 from legato.parallel.communicators import ALONE, Communicator
 
 
@@ -55,8 +54,7 @@ class Glm:
 
     def enter(self, ids: Tensor) -> Midway:
         """Rows before the first layer; `ids` [T] int64."""
-        h = embedding(ids, self.weights.embed)
-        return Midway(h, rms_norm(h, self._norms[0], self.spec.rms_eps), None, 0)
+        return Midway(*embed_norm(ids, self.weights.embed, self._norms[0], self.spec.rms_eps), None, 0)
 
     def through(self, rows: Midway, step: Step, caches: Sequence[LayerCache], stop: int) -> Midway:
         """The same rows after the layers up to `stop`, which store on the way; the rest may follow later."""

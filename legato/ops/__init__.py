@@ -23,6 +23,7 @@ from legato.ops.gemm import (
 )
 from legato.ops.op import BindError, Bindings, Op, bind, registered
 from legato.ops.pointwise import (
+    embed_norm,
     layer_norm,
     mtp_inputs,
     mtp_looked_up,
@@ -44,6 +45,7 @@ from legato.ops.rows import (
     decode_rows,
     extend_rows,
     gather_rows,
+    seed_rows,
     write_letter,
 )
 from legato.ops.sample import greedy, gumbel, likelihood, logprobs, penalize, sample, verify
@@ -65,6 +67,7 @@ __all__ = [
     "chain_rows",
     "cut",
     "decode_rows",
+    "embed_norm",
     "extend_rows",
     "gather_index_pages",
     "gather_latent",
@@ -106,6 +109,7 @@ __all__ = [
     "rope_interleaved",
     "route",
     "sample",
+    "seed_rows",
     "sparse_mha",
     "sparse_mla",
     "store_index_keys",

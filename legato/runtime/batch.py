@@ -37,6 +37,7 @@ class Samplers:
         row_index: [B, R] int64 index into the T rows of the iteration.
         sampler_of: [T] int64, the request whose verifying row this is, or -1 (its next token is known).
         offset: [T] int64, which verifying row it is.
+        are_all: whether the rows of the iteration are the verifying ones, in their order.
     """
 
     rows: Tensor
@@ -46,6 +47,7 @@ class Samplers:
     row_index: Tensor
     sampler_of: Tensor
     offset: Tensor
+    are_all: bool = False
 
     def following(self) -> Tensor:
         """[B, R] int64 positions of the tokens that the verifying rows choose."""
@@ -129,6 +131,7 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec) -> Batch:
         row_index=first[:, None] + torch.minimum(torch.arange(width, device=device), offered[:, None]),
         sampler_of=column(lists.sampler_of),
         offset=offset,
+        are_all=not num_known and len(lists.offset) == len(lists.first) * width,
     )
     return Batch(ids, next_ids, step, samplers)
 
@@ -208,6 +211,7 @@ def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, layout: Layo
         row_index=layout.row_index,
         sampler_of=layout.sampler_of,
         offset=layout.offset,
+        are_all=True,
     )
     step = Step(positions, request, rows.page_table, visible, slots, cos, sin)
     return Batch(ids, layout.next_ids, step, samplers)

@@ -17,7 +17,7 @@ from torch import Tensor
 from legato.model.glm import Glm
 from legato.model.mtp import Mtp
 from legato.model.step import LayerCache, Selection, Step
-from legato.ops import accept_rows, advance_rows, extend_rows, likelihood
+from legato.ops import accept_rows, advance_rows, extend_rows, likelihood, seed_rows
 from legato.runtime.batch import Batch, Samplers, chain_steps
 from legato.runtime.draw import Draw, Positions
 from legato.runtime.rows import Rows
@@ -112,7 +112,7 @@ class Iteration:
 
     def logits(self, hidden: Tensor, samplers: Samplers) -> Tensor:
         """[B * R, W] logits of the verifying rows, in the dtype of the hidden states."""
-        return self.target.logits(hidden[samplers.row_index.reshape(-1)])
+        return self.target.logits(hidden if samplers.are_all else hidden[samplers.row_index.reshape(-1)])
 
     def settle(self, sampled: Sampled, batch: Batch, rows: Rows, draw: Draw, num_drafts: int) -> Verified:
         """Everything behind the choice of tokens: accept, draft, advance the device table."""
@@ -166,9 +166,9 @@ class Iteration:
             step.slots,
         )
         extended, selection = mtp.forward(next_ids, sampled.hidden, replace(step, slots=slots), self.caches[-1], None)
-        shared = Selection(selection.slots[seed], selection.counts[seed])
+        first, chosen, count = seed_rows(extended, selection.slots, selection.counts, seed)
         steps = chain_steps(samplers, counts, num_drafts - 1, drafting.rows, self.target.spec)
-        return self._chain(mtp, extended[seed], shared, steps, drafting)
+        return self._chain(mtp, first, Selection(chosen, count), steps, drafting)
 
     def _chain(
         self, mtp: Mtp, hidden: Tensor, selection: Selection, steps: Sequence[Step], drafting: Drafting

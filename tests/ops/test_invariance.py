@@ -103,6 +103,12 @@ def _mtp(draw: Draw) -> Rowwise:
     return Rowwise(rows, lambda some, at, hidden: ops.mtp_inputs(some, at, hidden, embed, *norms, 1e-5))
 
 
+def _embed(draw: Draw) -> Rowwise:
+    embed, weight = draw.normal(50, 256), draw.normal(256)
+    ids = draw.integers(POOL, low=0, high=50, dtype=torch.int64)
+    return Rowwise((ids,), lambda some: ops.embed_norm(some, embed, weight, 1e-5))
+
+
 def _looked_up(draw: Draw) -> Rowwise:
     table, norm = draw.normal(50, 128), draw.normal(256)
     ids, positions = (draw.integers(POOL, low=0, high=3, dtype=torch.int64) for _ in range(2))
@@ -321,6 +327,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     "linear_swiglu": _gated,
     "prologue_full": _prologue,
     "mtp_inputs": _mtp,
+    "embed_norm": _embed,
     "mtp_looked_up": _looked_up,
     "linear_fp8_block": _fp8,
     "linear_nvfp4": _nvfp4,

@@ -108,6 +108,12 @@ def all_gather(shard, exchange):
 
 
 @oracle
+def embed_norm(ids, embed, weight, eps):
+    h = torch.stack([embed[token] for token in ids.tolist()])
+    return h, rms_norm(h, weight, eps)
+
+
+@oracle
 def mtp_inputs(ids, positions, hidden, embed, enorm, hnorm, eps):
     rows = [double(embed)[token] if position else double(embed)[0] * 0 for token, position in zip(ids, positions)]
     return torch.cat((rms_norm(torch.stack(rows), enorm, eps), rms_norm(hidden, hnorm, eps)), 1)
@@ -768,6 +774,11 @@ def extend_rows(sampled, counts, row_index, sampler_of, offset, next_ids, slots)
             stored[row] = -1 if at >= int(counts[request]) else stored[row]
     seed = [int(row_index[request, max(int(count) - 1, 0)]) for request, count in enumerate(counts)]
     return torch.tensor(following), torch.tensor(stored), torch.tensor(seed)
+
+
+@oracle
+def seed_rows(hidden, slots, counts, seed):
+    return tuple(torch.stack([rows[at] for at in seed.tolist()]) for rows in (hidden, slots, counts))
 
 
 @oracle

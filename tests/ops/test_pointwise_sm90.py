@@ -19,7 +19,7 @@ def test_the_source_compiles_without_spills() -> None:
         build._nvrtc_version()
     except RuntimeError as error:  # how cuda.bindings says that the library is not there
         pytest.skip(f"NVRTC is not installed: {error}")
-    for name in ("rms_norm", "mtp_inputs", "mtp_looked_up", "swiglu"):
+    for name in ("rms_norm", "embed_norm", "mtp_inputs", "mtp_looked_up", "swiglu"):
         usage = sm90.kernel(name, 6144)[0].usage("sm_90a")
         assert usage.spill_store_bytes == usage.spill_load_bytes == 0
 

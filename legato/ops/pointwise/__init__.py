@@ -97,6 +97,16 @@ def rope_half(x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:
 
 
 @op
+def embed_norm(ids: Tensor, embed: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The embeddings of tokens, and rms_norm of them: what goes into the first layer.
+
+    ids [T] int64, embed [W, D], weight [D] -> [T, D] and [T, D] in embed's dtype.
+    """
+    h = functional.embedding(ids, embed)
+    return h, rms_norm.reference(h, weight, eps)
+
+
+@op
 def mtp_inputs(
     ids: Tensor, positions: Tensor, hidden: Tensor, embed: Tensor, enorm: Tensor, hnorm: Tensor, eps: float
 ) -> Tensor:
@@ -140,6 +150,20 @@ def _norm_case(rows: int, width: int, dtype: torch.dtype) -> Case:
         lambda draw: (draw.normal(rows, width, dtype=dtype), 1 + draw.normal(width, dtype=dtype, scale=0.3), 1e-5),
         BFLOAT16 if dtype == torch.bfloat16 else FLOAT32,
         bytes=(2 * rows + 1) * width * dtype.itemsize,
+    )
+
+
+def _embed_case(rows: int, width: int, dtype: torch.dtype) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        ids = draw.integers(rows, low=0, high=500, dtype=torch.int64)
+        return ids, draw.normal(500, width, dtype=dtype), 1 + draw.normal(width, dtype=dtype, scale=0.3), 1e-5
+
+    return Case(
+        embed_norm,
+        f"embed_norm rows={rows} width={width} {str(dtype)[6:]}",
+        make,
+        BFLOAT16 if dtype == torch.bfloat16 else FLOAT32,
+        bytes=(3 * rows + 1) * width * dtype.itemsize,
     )
 
 
@@ -207,6 +231,7 @@ CASES = (
         )
     ),
     *(_mtp_case(*shape) for shape in ((1, 6144, torch.bfloat16), (6, 6144, torch.bfloat16), (9, 256, torch.float32))),
+    *(_embed_case(*shape) for shape in ((1, 6144, torch.bfloat16), (6, 6144, torch.bfloat16), (9, 256, torch.float32))),
     *(_looked_up_case(rows, (768, 6144), torch.bfloat16) for rows in (1, 6)),
     _looked_up_case(9, (256, 256), torch.float32),
     *(_layer_norm_case(rows) for rows in (1, 6, 37)),

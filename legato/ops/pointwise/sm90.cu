@@ -1,4 +1,4 @@
-// RMSNorm of rows of bfloat16, and the MTP layer's input, two of them side by side: a block per row, which it holds in
+// RMSNorm of rows of bfloat16, of embeddings, and the MTP layer's input, two of them side by side: a block per row, which it holds in
 // registers, 16 bytes per thread and piece. SwiGLU: a thread per 16 bytes. Macros: THREADS of a block; PIECES that a thread
 // holds of a row.
 
@@ -92,6 +92,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Pieces weights = load_weights(weight, pieces);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   norm_row(x + size_t(blockIdx.x) * row_stride * 2, true, weights, y + size_t(blockIdx.x) * pieces * 16, pieces, eps);
+}
+
+// The embedding of each row's token, and the same normed.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    embed_norm(const i64 *ids, const u8 *embed, const u8 *weight, u8 *h, u8 *y, int pieces, float eps) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const Pieces weights = load_weights(weight, pieces);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  i64 id;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(id) : "l"(ids + blockIdx.x) : "memory");
+  const u8 *x = embed + size_t(id) * pieces * 16;
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p) {
+    const int piece = p * THREADS + threadIdx.x;
+    if (piece < pieces) *reinterpret_cast<uint4 *>(h + (size_t(blockIdx.x) * pieces + piece) * 16) = load_fresh(x + piece * 16);
+  }
+  norm_row(x, true, weights, y + size_t(blockIdx.x) * pieces * 16, pieces, eps);
 }
 
 // Blocks 2t and 2t + 1: the normed embedding of row t's token (zeros at position 0), and its normed hidden state.

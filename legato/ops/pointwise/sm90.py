@@ -1,5 +1,5 @@
 # pyright: basic
-"""Norms of rows on Hopper, the MTP layer's input and SwiGLU: one launch each of `sm90.cu`.
+"""Norms of rows on Hopper, what goes into the first layer and into the MTP layer, and SwiGLU: one launch each of `sm90.cu`.
 
 Owns the launches and the choice between them and the references. Imported by `bind` only. A row's bits depend on nothing but
 that row.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.pointwise import mtp_inputs, mtp_looked_up, rms_norm, swiglu
+from legato.ops.pointwise import embed_norm, mtp_inputs, mtp_looked_up, rms_norm, swiglu
 
 #: Numbers in 16 bytes of bfloat16, threads of a block at most, and pieces of a row that a thread holds at most.
 _PIECE, _MOST_THREADS, _MOST_PIECES = 8, 256, 8
@@ -62,6 +62,20 @@ def run_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         how = Launch(grid=(rows.shape[0],), block=(threads,), programmatic=True)
         compiled(how, rows, weight, y, rows.shape[1] // _PIECE, rows.stride(0), float(eps))
     return y
+
+
+@embed_norm.on("sm90")
+def run_embed_norm(ids: Tensor, embed: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The kernel where it `serves` and indices are 64-bit, otherwise the reference."""
+    if not serves(embed, embed, weight) or ids.dtype != torch.int64:
+        return embed_norm.reference(ids, embed, weight, eps)
+    rows, width = ids.shape[0], embed.shape[1]
+    h, normed = (torch.empty(rows, width, dtype=embed.dtype, device=embed.device) for _ in range(2))
+    if rows:
+        compiled, threads = kernel("embed_norm", width)
+        how = Launch(grid=(rows,), block=(threads,), programmatic=True)
+        compiled(how, ids.contiguous(), embed, weight, h, normed, width // _PIECE, float(eps))
+    return h, normed
 
 
 @mtp_inputs.on("sm90")

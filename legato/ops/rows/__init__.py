@@ -7,7 +7,7 @@ and no plan. Called by `legato.runtime`.
 
 from __future__ import annotations
 
-from legato.ops.rows.accept import ACCEPT_CASES, accept_rows, cut, extend_rows
+from legato.ops.rows.accept import ACCEPT_CASES, accept_rows, cut, extend_rows, seed_rows
 from legato.ops.rows.decode import DECODE_CASES, chain_rows, decode_rows
 from legato.ops.rows.letter import LETTER_CASES, LETTER_EXTRA, write_letter
 from legato.ops.rows.table import TABLE_CASES, advance_rows, cache_slots, gather_rows
@@ -23,6 +23,7 @@ __all__ = [
     "decode_rows",
     "extend_rows",
     "gather_rows",
+    "seed_rows",
     "write_letter",
 ]
 

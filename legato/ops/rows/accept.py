@@ -92,6 +92,14 @@ def extend_rows(
     return following, stored, seed
 
 
+@op
+def seed_rows(hidden: Tensor, slots: Tensor, counts: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the chain of drafts begins with: the rows `seed` [B] int64 of the draft layer's hidden states [T, D] and of its
+    selection, slots [T, k] and counts [T] int32 -> [B, D], [B, k] and [B].
+    """
+    return hidden[seed], slots[seed], counts[seed]
+
+
 _ROWS, _STOPS = 17, 8
 
 
@@ -140,7 +148,27 @@ def _extend_case(requests: int, width: int, known: int) -> Case:
     return Case(extend_rows, name, make, EXACT, bytes=(known + requests * width) * 44)
 
 
+def _seed_case(requests: int, rows: int, hidden: int, width: int, dtype: torch.dtype) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        return (
+            draw.normal(rows, hidden, dtype=dtype),
+            draw.integers(rows, width, low=-1, high=9000, dtype=torch.int32),
+            draw.integers(rows, low=0, high=width, dtype=torch.int32),
+            draw.integers(requests, low=0, high=rows, dtype=torch.int64),
+        )
+
+    name = f"seed_rows requests={requests} rows={rows} hidden={hidden} width={width} {str(dtype)[6:]}"
+    return Case(seed_rows, name, make, EXACT, bytes=2 * requests * (hidden * dtype.itemsize + 4 * width + 4))
+
+
+_SEED_SHAPES = (
+    (1, 6, 6144, 2048, torch.bfloat16),
+    (16, 96, 6144, 2048, torch.bfloat16),
+    (3, 12, 256, 64, torch.float32),
+    (2, 9, 20, 6, torch.float32),
+)
 ACCEPT_CASES = (
+    *(_seed_case(*shape) for shape in _SEED_SHAPES),
     *(_accept_case(*shape) for shape in ((1, 6), (16, 6), (16, 8), (5, 1))),
     *(_extend_case(*shape) for shape in ((1, 6, 0), (16, 6, 0), (16, 8, 0), (3, 1, 0), (2, 6, 500))),
 )

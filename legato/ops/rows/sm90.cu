@@ -116,6 +116,20 @@ extern "C" __global__ void extend_rows(const i64 *sampled, const i64 *counts, co
   }
 }
 
+// Row seed[y] of three tables: a thread for every 16 bytes of the first two, one behind the other.
+extern "C" __global__ void seed_rows(const uint4 *hidden, const uint4 *slots, const int *counts, const i64 *seed,
+                                     uint4 *chosen_hidden, uint4 *chosen_slots, int *chosen_counts, int hidden_pieces,
+                                     int slot_pieces) {
+  begin();
+  const i64 row = seed[blockIdx.y], b = blockIdx.y;
+  const int piece = blockIdx.x * blockDim.x + threadIdx.x, beyond = piece - hidden_pieces;
+  if (piece < hidden_pieces)
+    chosen_hidden[b * hidden_pieces + piece] = hidden[row * hidden_pieces + piece];
+  else if (beyond < slot_pieces)
+    chosen_slots[b * slot_pieces + beyond] = slots[row * slot_pieces + beyond];
+  if (!piece) chosen_counts[b] = counts[row];
+}
+
 // One thread per request. Places that hold row 0 write it alike.
 extern "C" __global__ void advance_rows(i64 *tokens, i64 *lengths, unsigned char *done, i64 *drafted, const i64 *rows,
                                         const i64 *base, const i64 *sampled, const i64 *counts,

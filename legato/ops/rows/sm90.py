@@ -20,14 +20,17 @@ from legato.ops.rows import (
     chain_rows,
     decode_rows,
     extend_rows,
+    seed_rows,
     write_letter,
 )
 
 _SOURCE = Source(Path(__file__).with_name("sm90.cu"))
-_DECODE, _CHAIN, _ACCEPT, _EXTEND, _ADVANCE, _LETTER = (
+_DECODE, _CHAIN, _ACCEPT, _EXTEND, _SEED, _ADVANCE, _LETTER = (
     Kernel(_SOURCE, name)
-    for name in ("decode_rows", "chain_rows", "accept_rows", "extend_rows", "advance_rows", "write_letter")
+    for name in ("decode_rows", "chain_rows", "accept_rows", "extend_rows", "seed_rows", "advance_rows", "write_letter")
 )
+#: Bytes that a thread copies.
+_PIECE = 16
 _ONE_BLOCK = Launch(grid=(1,), block=(256,), programmatic=True)
 
 
@@ -139,6 +142,23 @@ def extend_rows_sm90(
     total = next_ids.shape[0]
     _EXTEND(_spread(max(total, requests)), *arguments, following, stored, seed, total, requests, width)
     return following, stored, seed
+
+
+@seed_rows.on("sm90")
+def seed_rows_sm90(hidden: Tensor, slots: Tensor, counts: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch where rows are whole pieces of 16 bytes in one block of memory, and counts 32 bits wide; else the reference."""
+    _checked("seed_rows", seed=seed)
+    sizes = tuple(rows.shape[1] * rows.itemsize for rows in (hidden, slots))
+    whole = all(rows.is_contiguous() and rows.data_ptr() % _PIECE == 0 for rows in (hidden, slots))
+    if not whole or any(size % _PIECE for size in sizes) or counts.itemsize != 4 or not counts.is_contiguous():
+        return seed_rows.reference(hidden, slots, counts, seed)
+    requests = seed.shape[0]
+    made = tuple(rows.new_empty((requests, *rows.shape[1:])) for rows in (hidden, slots, counts))
+    pieces = tuple(size // _PIECE for size in sizes)
+    if requests:
+        how = Launch(grid=(-(-sum(pieces) // 128), requests), block=(128,), programmatic=True)
+        _SEED(how, hidden, slots, counts, seed, *made, *pieces)
+    return made  # type: ignore[return-value]
 
 
 @advance_rows.on("sm90")

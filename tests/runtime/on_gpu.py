@@ -6,6 +6,7 @@ logits are closer than what the arithmetic of the device can move them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -127,8 +128,9 @@ def with_margins(served: Engine, request: Request) -> tuple[list[int], list[floa
             where = torch.tensor([request.seed]), torch.tensor([len(request.prompt) + index])
             noise = gumbel.reference(*where, SPEC.vocab_size)[0]
             values = {token: value / params.temperature + float(noise[token]) for token, value in values.items()}
-        others = [value for token, value in values.items() if token != entry.token_id]
-        margins.append(values[entry.token_id] - max(others))
+        # What stands above the drawn token was cut off by top_k, top_p or min_p.
+        chosen = values.pop(entry.token_id)
+        margins.append(chosen - max((value for value in values.values() if value <= chosen), default=-math.inf))
     return tokens, margins
 
 

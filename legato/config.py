@@ -40,9 +40,10 @@ class ConfigError(ValueError):
 class CacheConfig:
     """The two paged caches. `latent`: "auto" is bfloat16 on a GPU and float32 on a CPU, where converting costs more than the
     memory. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at most 64 Ki tokens on a
-    CPU. `memory_fraction` in its place: the share of a GPU's memory that weights and caches fill together; kernels, graphs and
-    repacked weights need some of the rest. `prefix`: whether full pages are kept and found again by later requests.
-    `host_tokens`: room in host memory, in tokens, for pages that are evicted from there; 0: none."""
+    CPU, and on a GPU a million or what it has room for. `memory_fraction` in its place: the share of a GPU's memory that weights
+    and caches fill together; kernels, graphs and repacked weights need some of the rest. `prefix`: whether full pages are kept
+    and found again by later requests. `host_tokens`: room in host memory, in tokens, for pages that are evicted from there; 0:
+    none."""
 
     latent: LatentFormat = "auto"
     index: IndexFormat = "auto"

@@ -1,4 +1,4 @@
-"""How many tokens the caches hold where a share of the GPU's memory was given for them and the weights.
+"""How many tokens the caches hold beside the weights in the memory of a GPU, or in the share of it that was given for both.
 
 Owns that arithmetic, from the checkpoint's headers alone: it is done before anything is loaded. Must not touch a device. Called
 by `legato.engine.start`.
@@ -6,12 +6,19 @@ by `legato.engine.start`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from legato.config import PAGE_SIZE, Config, ConfigError, Resolved
 from legato.model.checkpoint import Checkpoint
 from legato.model.footprint import cache_bytes, plan
 from legato.model.spec import ModelSpec
+
+LOG = logging.getLogger(__name__)
+
+DEFAULT_FRACTION = 0.85
+"""Of a GPU's memory, for weights and caches, where nothing is said: CUDA's context, graphs, repacked weights and activations take
+of the rest."""
 
 
 def bytes_per_token(spec: ModelSpec, settings: Resolved) -> int:
@@ -26,14 +33,23 @@ def bytes_per_token(spec: ModelSpec, settings: Resolved) -> int:
 
 
 def within_memory(settings: Resolved, config: Config, checkpoint: Checkpoint, ranks: int, gpu_bytes: int) -> Resolved:
-    """`settings` with caches that fill `memory_fraction` of a GPU beside one of `ranks` shares of the weights; where no context
-    was asked for, one that fits there. Raises ConfigError where there is no room."""
-    fraction = config.cache.memory_fraction or 0.0
+    """`settings` with caches that, beside one of `ranks` shares of the weights, take the share of a GPU that `memory_fraction`
+    names. Without one they are as large as they were, if weights and caches keep within `DEFAULT_FRACTION` so, else as large as
+    that allows. A context that nobody asked for is lowered to what the caches hold. A number of tokens that was given stands.
+
+    Raises:
+        ConfigError: there is no room for the context, or for anything.
+    """
+    if config.cache.tokens is not None:
+        return settings
+    fraction = DEFAULT_FRACTION if config.cache.memory_fraction is None else config.cache.memory_fraction
     footprint = plan(checkpoint, ranks=(ranks,), gpu_bytes=round(fraction * gpu_bytes), reserve_bytes=0)
-    if footprint.spec is None:
-        raise ConfigError(f"memory_fraction: {footprint.refusal}")
+    if footprint.spec is None or not footprint.plans:
+        return settings  # what is wrong with the checkpoint, loading says
     share = footprint.plans[0]
     tokens = max(share.free_bytes, 0) // (bytes_per_token(footprint.spec, settings) * PAGE_SIZE) * PAGE_SIZE
+    if config.cache.memory_fraction is None:
+        tokens = min(tokens, settings.cache_tokens)
     context = min(settings.context, tokens - PAGE_SIZE) if config.schedule.context is None else settings.context
     if context < 2 or tokens < context + PAGE_SIZE:
         raise ConfigError(
@@ -41,4 +57,6 @@ def within_memory(settings: Resolved, config: Config, checkpoint: Checkpoint, ra
             f" {share.total_weight_bytes / 1e9:.1f} GB of weights, and a context of {max(context, 2):,} needs"
             f" {max(context, 2) + PAGE_SIZE:,}: raise it, or use more GPUs, --latent fp8 or a smaller --context"
         )
+    if context < settings.context:
+        LOG.info("context %d: what %g of the GPU's memory holds beside the weights", context, fraction)
     return replace(settings, cache_tokens=tokens, context=context)

@@ -89,9 +89,10 @@ def load_rank(
     settings = resolve(
         config, max_position=spec.max_position, has_mtp=spec.has_mtp, cuda_available=torch.cuda.is_available()
     )
-    if config.cache.memory_fraction is not None:
-        if settings.device == "cpu":
+    if settings.device == "cpu":
+        if config.cache.memory_fraction is not None:
             raise ConfigError("memory_fraction is the share of a GPU's memory; on a CPU give --cache-tokens")
+    else:
         gpu_bytes = torch.cuda.get_device_properties(settings.device).total_memory
         settings = within_memory(settings, config, checkpoint, mesh.size, gpu_bytes)
     if settings.threads is not None:

@@ -59,6 +59,19 @@ def test_a_context_that_was_asked_for_must_fit(checkpoint: Checkpoint) -> None:
             sized(fraction, context)
 
 
+def test_where_nothing_is_said_caches_are_no_larger_than_there_is_room(checkpoint: Checkpoint) -> None:
+    spec = stored_spec(checkpoint)
+    wanted = resolve(Config(), max_position=spec.max_position, has_mtp=True, cuda_available=True)
+    assert within_memory(wanted, Config(), checkpoint, 1, 150 * 10**9) == wanted
+    small = within_memory(wanted, Config(), checkpoint, 1, 60_000_000)
+    assert small.cache_tokens < wanted.cache_tokens and small.context == small.cache_tokens - PAGE_SIZE < 8192
+    given = Config(cache=CacheConfig(tokens=10**7))
+    settings = resolve(given, max_position=spec.max_position, has_mtp=True, cuda_available=True)
+    assert within_memory(settings, given, checkpoint, 1, 60_000_000) == settings
+    with pytest.raises(ConfigError, match=r"leaves room for 0 tokens beside 0\.0 GB of weights"):
+        within_memory(wanted, Config(), checkpoint, 1, 20_000_000)
+
+
 def test_a_cpu_has_none(checkpoint: Checkpoint) -> None:
     config = Config(cache=CacheConfig(memory_fraction=0.5), execution=ExecutionConfig(device="cpu"))
     with pytest.raises(ConfigError, match="on a CPU give --cache-tokens"):

@@ -23,7 +23,7 @@ from legato.ops.op import REFERENCE, Implementation, implemented
 #: Targets looked for, in order of preference, where the wish is "best".
 TARGETS = ("sm90",)
 #: Others that are timed where the wish is "all".
-PEERS = ("cublas", "sm90_unfused", "torch_topk", "sm90_clusters", "sm90_blocks")
+PEERS = ("cublas", "sm90_unfused", "torch_topk", "sm90_clusters", "flash_mla", "sm90_blocks")
 BEST, ALL = "best", "all"
 
 

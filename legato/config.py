@@ -78,8 +78,8 @@ class ExecutionConfig:
     CPU, 1 GiB on a GPU. `tensor_parallel` ranks share the model, each on a GPU of its own (on a CPU: in a process of its own);
     `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up; their sums of at least
     `two_shot_rows` rows go in two shots (`None`: none does; the same bits). `draft_weights`: the MTP
-    layer as stored, or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8; or savings by name (see
-    `legato.model.lean`; no token changes).
+    layer as "stored", or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8; or savings by name (see
+    `legato.model.lean`); "auto": all of them where kernels read weights as stored (no token changes).
     `dense_format`: weights of attention, dense layers and shared experts as stored, or those that are unquantised in "fp8" (in
     blocks of 128x128, at load; tokens may change)."""
 
@@ -94,7 +94,7 @@ class ExecutionConfig:
     tensor_parallel: int = 1
     rank_patience: float = 3.0
     two_shot_rows: int | None = None
-    draft_weights: str = "stored"
+    draft_weights: str = "auto"
     dense_format: DenseFormatName = "stored"
 
 
@@ -193,7 +193,7 @@ class Resolved:
     score_bytes: int = CPU_SCORE_BYTES
     max_waiting: int | None = None
     verify_speculation: float = 0.0
-    draft_weights: str = "stored"
+    draft_weights: str = "auto"
     dense_format: DenseFormatName = "stored"
     draft_threshold: float = 0.0
     slowdown: float = 0.0

@@ -58,7 +58,7 @@ class EngineFlags:
     tensor_parallel: options.TensorParallel = 1
     rank_patience: options.RankPatience = ExecutionConfig().rank_patience
     two_shot_rows: options.TwoShotRows = None
-    draft_weights: options.DraftWeights = "stored"
+    draft_weights: options.DraftWeights = "auto"
     dense_format: options.DenseFormat = "stored"
     op: options.Ops = None
 

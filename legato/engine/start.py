@@ -109,19 +109,27 @@ def load_rank(
     if not settings.num_drafts:
         spec = replace(spec, has_mtp=False)
     began = time.perf_counter()
+    # Kernels read weights as stored. References would dequantise them at every call: they are given dense ones.
+    resident = Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE
     weights = load_weights(
         checkpoint,
         spec,
         device=settings.device,
         dtype=torch.float32 if settings.dtype == "float32" else torch.bfloat16,
-        # Kernels read weights as stored. References would dequantise them at every call: they are given dense ones.
-        resident=Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE,
+        resident=resident,
         progress=progress,
         mesh=mesh,
-        again=Requantization(DraftWeights.parse(settings.draft_weights), DenseFormat(settings.dense_format)),
+        again=Requantization(_drafts(settings.draft_weights, resident), DenseFormat(settings.dense_format)),
     )
     LOG.info("weights: %.1f s", time.perf_counter() - began)
     return Loaded(spec, weights, settings)
+
+
+def _drafts(text: str, resident: Residency) -> DraftWeights:
+    """What `draft_weights` says; "auto": the fastest where fewer bytes are less time, else as stored."""
+    if text != "auto":
+        return DraftWeights.parse(text)
+    return DraftWeights.FASTEST if resident is Residency.STORED else DraftWeights.STORED
 
 
 def targets_of(device: str) -> tuple[str, ...]:

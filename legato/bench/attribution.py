@@ -24,6 +24,8 @@ from legato.ops.op import Op, registered
 OUTSIDE = "PyTorch, between ops"
 MARK = "sinc"
 """In the name of the kernel of `torch.sinc_`, which no model needs."""
+_EMBEDDING = frozenset({"embed_norm", "mtp_inputs", "mtp_looked_up"})
+"""Ops that look rows up in a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def bytes_needed(op: Op[..., Any], arguments: Sequence[Any], held: frozenset[int
         for row, length in zip(request.tolist(), lengths.tolist(), strict=True):
             longest[row] = max(length, longest.get(row, 0))
         return sum(longest.values()) * keys[0].nbytes // PAGE_SIZE
-    if op.name == "mtp_inputs":
+    if op.name in _EMBEDDING:
         return 0
     found = {tensor.data_ptr(): tensor for tensor in _read(arguments) if tensor.untyped_storage().data_ptr() in held}
     if op.folder == "experts" and op.name.startswith("moe_"):

@@ -104,12 +104,16 @@ def shared(selection: Selection, step: Step, heads: int, num_pages: int) -> Sele
     return replace(selection, together=Together(num_rows, tokens, lengths, masks))
 
 
-def planned(step: Step) -> Step:
+def planned(step: Step, index_topk: int) -> Step:
     """The step with the plans that the indexers of all layers share."""
     if step.score_plans:
         return step
     parts = [(step.request[part], step.lengths[part]) for part in _scored_at_a_time(step)]
-    return replace(step, score_plans=tuple(index_scores.plan(step.page_table, *rows) for rows in parts))
+    return replace(
+        step,
+        score_plans=tuple(index_scores.plan(step.page_table, *rows) for rows in parts),
+        select_plans=tuple(top_k.plan(lengths, request, index_topk) for request, lengths in parts),
+    )
 
 
 def _scored_at_a_time(step: Step) -> list[slice]:
@@ -134,10 +138,12 @@ def select(q: Tensor, gates: Tensor, keys: Tensor, step: Step, index_topk: int) 
     """
     tiles = _scored_at_a_time(step)
     parts: list[tuple[Tensor, Tensor]] = []
-    for tile, plan in zip(tiles, step.score_plans or [None] * len(tiles), strict=True):
+    unplanned = [None] * len(tiles)
+    plans = zip(tiles, step.score_plans or unplanned, step.select_plans or unplanned, strict=True)
+    for tile, score_plan, select_plan in plans:
         table, request, lengths = step.page_table, step.request[tile], step.lengths[tile]
-        scores = index_scores(q[tile], gates[tile], keys, table, request, lengths, plan)
-        parts.append(top_k(scores, lengths, index_topk, table, request))
+        scores = index_scores(q[tile], gates[tile], keys, table, request, lengths, score_plan)
+        parts.append(top_k(scores, lengths, index_topk, table, request, select_plan))
     if len(parts) == 1:
         return Selection(*parts[0])
     slots, counts = zip(*parts, strict=True)

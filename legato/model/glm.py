@@ -58,7 +58,7 @@ class Glm:
 
     def through(self, rows: Midway, step: Step, caches: Sequence[LayerCache], stop: int) -> Midway:
         """The same rows after the layers up to `stop`, which store on the way; the rest may follow later."""
-        spec, step = self.spec, planned(step)
+        spec, step = self.spec, planned(step, self.spec.index_topk)
         norms = self._norms
         h, normed, selection = rows.h, rows.normed, rows.selection
         for index in range(rows.depth, stop):

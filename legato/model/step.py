@@ -39,6 +39,7 @@ class Step:
         score_bytes: most memory for the index scores of a layer; rows are scored a few at a time to keep to it.
         score_plans: what `index_scores.plan` made of these very rows for all layers of a forward, one for each part of them
             that is scored at a time; none: each layer makes its own.
+        select_plans: what `top_k.plan` made of the same parts.
         prompt: the request, where rows are so many of one that they had better share tokens.
     """
 
@@ -51,6 +52,7 @@ class Step:
     sin: Tensor
     score_bytes: int = GPU_SCORE_BYTES
     score_plans: tuple[Tensor | None, ...] = ()
+    select_plans: tuple[Tensor | None, ...] = ()
     prompt: Prompt | None = None
 
     def rows(self, rows: slice) -> Step:

@@ -28,11 +28,11 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @pytest.mark.parametrize(
-    "form", [sm90.SPARSE, sm90.DENSE, sm90.MANY], ids=lambda form: f"{form.threads} threads, {form.resident}"
+    ("form", "name"), [(sm90.SPARSE, "top_k"), (sm90.SPARSE, "planned_top_k"), (sm90.DENSE, "top_k")]
 )
-def test_the_source_compiles(form: sm90.Form) -> None:
+def test_the_source_compiles(form: sm90.Form, name: str) -> None:
     """As many blocks fit as the form says, and hardly anything is spilled for it."""
-    used = sm90.kernel(form).usage("sm_90a")
+    used = sm90.kernel(form, name).usage("sm_90a")
     assert used.registers * form.threads * form.resident <= 65536
     assert used.spill_store_bytes <= 40 and used.spill_load_bytes <= 120
 
@@ -81,7 +81,7 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sm90, "kernel", lambda form: lambda how, *given: calls.append((how, given)))
     monkeypatch.setattr(sm90, "_processors", lambda device: 132)
     scores, lengths, k, table, request = arguments(width=81920, rows=6)
-    slots, counts = sm90._select._init_fn(scores, lengths, k, table, request)
+    slots, counts = sm90._select._init_fn(scores, lengths, k, table, request, None)
     (how, given) = calls[0]
     source = Path(sm90.__file__).with_name("top_k.cu").read_text()
     declared = re.search(r"top_k\((const float\*.*?)(?: PROFILE_PARAMETER)?\) \{", source, re.S)
@@ -94,13 +94,43 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
     assert passed["memory_bytes"] == how.shared_bytes and passed["share"] == sm90.SHARE
 
 
+@pytest.mark.parametrize(("rows", "blocks"), [(7, 96), (24, 96)])
+def test_a_plan_and_its_launch_agree(monkeypatch: pytest.MonkeyPatch, rows: int, blocks: int) -> None:
+    calls: dict[str, tuple] = {}
+    monkeypatch.setattr(sm90, "kernel", lambda form, name: lambda how, *given: calls.update({name: (how, given)}))
+    monkeypatch.setattr(sm90, "_processors", lambda device: 132)
+    scores, lengths, k, table, request = arguments(width=81920, rows=rows)
+    plan = sm90.plan_top_k(lengths, request, k)
+    sm90._select._init_fn(scores, lengths, k, table, request, plan)
+    source = Path(sm90.__file__).with_name("top_k.cu").read_text()
+    passed = {}
+    for name in ("plan_top_k", "planned_top_k"):
+        declared = re.search(rf" {name}\((const .*?)(?: PROFILE_PARAMETER)?\) \{{", source, re.S)
+        names = [part.split()[-1] for part in declared[1].split(",")]
+        passed[name] = dict(zip(names, calls[name][1], strict=True))
+    assert passed["plan_top_k"]["plan"] is passed["planned_top_k"]["plan"] is plan
+    assert passed["plan_top_k"]["blocks"] == calls["planned_top_k"][0].grid[0] == blocks
+    assert passed["plan_top_k"]["k"] == passed["planned_top_k"]["k"] == k
+    assert passed["planned_top_k"]["scores"] is scores and passed["planned_top_k"]["page_table"] is table
+    assert 1 << passed["plan_top_k"]["cluster_bits"] == calls["planned_top_k"][0].cluster[0] == 16
+    # Blocks that rows take: one each, and less than two for every five quarters of a block's portion.
+    assert plan.numel() >= 4 * (1 + blocks * -(-(rows + blocks * 8 // 5) // blocks))
+
+
+def test_few_rows_and_very_many_have_no_plan() -> None:
+    for rows in (1, 6, 25, 1025):
+        assert sm90.plan_top_k(*(torch.zeros(rows, dtype=torch.int32),) * 2, 64) is None
+    with pytest.raises(ValueError, match=r"lengths are torch\.int64"):
+        sm90.plan_top_k(torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int32), 64)
+
+
 def test_rows_that_the_loads_cannot_start_at_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(sm90, "kernel", lambda form: lambda how, *given: calls.append(given))
     monkeypatch.setattr(sm90, "_processors", lambda device: 132)
     _, lengths, k, table, request = arguments(width=322)
     for scores in (torch.randn(3, 322), torch.randn(3, 1000)[:, 1:323], torch.randn(322, 3).t()):
-        sm90._select._init_fn(scores, lengths, k, table, request)
+        sm90._select._init_fn(scores, lengths, k, table, request, None)
         read, stride = calls[-1][0], calls[-1][6]
         assert stride % 4 == 0 and read.data_ptr() % 16 == 0 and torch.equal(read[:, :322], scores)
 
@@ -227,6 +257,62 @@ def test_one_graph_serves_every_length() -> None:
         graph.replay()
         expected = top_k.reference(scores, lengths, 2048, table, request)
         assert torch.equal(slots, expected[0]) and torch.equal(counts, expected[1]), length
+
+
+def chosen_alone(scores: Tensor, lengths: Tensor, table: Tensor, request: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Every row by the reference, over no more than its own scores."""
+    found = []
+    for row, length in enumerate(lengths.tolist()):
+        width = max(-(-length // 64), 1) * 64
+        given = scores[row : row + 1, :width].contiguous(), lengths[row : row + 1], 2048, table[:, : width // 64]
+        found.append(top_k.reference(*given, request[row : row + 1]))
+    return found
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [7, 13, 24])
+def test_rows_of_any_lengths_by_a_plan(rows: int) -> None:
+    """Long, short and empty rows in one launch, in any order; blocks that take several rows one after the other."""
+    width, draw = 1 << 20, Draw(torch.Generator("cuda").manual_seed(rows), torch.device("cuda"))
+    lengths = draw.integers(rows, low=0, high=12000)
+    lengths[: min(rows, 12)] = draw.listed(0, 1, 63, 2047, 2048, 2049, 81920, width, 300001, 64, 5000, 70000)[:rows]
+    lengths = lengths[draw.distinct(rows, rows).long()].contiguous()
+    scores = torch.as_strided(draw.normal(width + rows * 64), (rows, width), (64, 1))
+    table, request = draw.distinct(3 * width // 64, 3 * width // 64).view(3, -1), draw.integers(rows, low=0, high=3)
+    plan = sm90.plan_top_k(lengths, request, 2048)
+    assert plan is not None
+    slots, counts = sm90.top_k_sm90(scores, lengths, 2048, table, request, plan)
+    for row, (expected, count) in enumerate(chosen_alone(scores, lengths, table, request)):
+        assert torch.equal(slots[row], expected[0]) and counts[row] == count[0], (row, int(lengths[row]))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("width", [2049, 10007, 131072])
+def test_hard_rows_by_a_plan(width: int) -> None:
+    scores, lengths, table, request = on_device(width)
+    plan = sm90.plan_top_k(lengths, request, 2048)
+    found = sm90.top_k_sm90(scores, lengths, 2048, table, request, plan)
+    for ours, theirs in zip(found, top_k.reference(scores, lengths, 2048, table, request)):
+        assert torch.equal(ours, theirs)
+
+
+@gpu
+@needs_gpu
+def test_one_graph_of_plan_and_selection_serves_every_length() -> None:
+    scores, _, table, request = on_device(20000)
+    lengths = torch.full((len(scores),), 20000, dtype=torch.int32, device="cuda")
+    sm90.top_k_sm90(scores, lengths, 2048, table, request, sm90.plan_top_k(lengths, request, 2048))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = sm90.plan_top_k(lengths, request, 2048)
+        made = [sm90.top_k_sm90(scores, lengths, 2048, table, request, plan) for _ in range(3)]
+    for length in (0, 1, 2048, 2049, 8192, 20000):
+        lengths.copy_((length - 300 * torch.arange(len(scores), device="cuda") % 7).clamp_min(0))
+        graph.replay()
+        expected = top_k.reference(scores, lengths, 2048, table, request)
+        assert all(torch.equal(slots, expected[0]) and torch.equal(counts, expected[1]) for slots, counts in made)
 
 
 @gpu

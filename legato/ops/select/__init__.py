@@ -21,14 +21,18 @@ PAGE_BITS = PAGE.bit_length() - 1
 
 
 @op
-def top_k(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+def top_k(
+    scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor, plan: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The min(k, lengths[t]) highest-scoring positions of each row, in ascending order, as physical slots.
 
     scores [T, L] float32, lengths [T] int32 (<= L; positions beyond are not looked at), k >= 1, page_table [B, P] int32
     with 64 P >= L, request [T] int32 (a row of page_table) -> (slots [T, k] int32 = page * 64 + offset, -1 beyond the
     count; counts [T] int32). Equal scores go to the lowest position; -0.0 equals +0.0; NaN ranks below -inf (and NaNs
     equal each other); subnormals count as what they are. A row no longer than k gets all its positions, whatever its
-    scores. So the result is a function of the scores alone, to the bit. Source: arXiv:2512.02556 (top-k selector of
+    scores. So the result is a function of the scores alone, to the bit. `plan`: what `top_k.plan(lengths, request, k)`
+    returned for these very arguments, once for all layers of a forward: which thread blocks take which row, where rows may
+    differ in length. It changes no bit; without it every row has as many. Source: arXiv:2512.02556 (top-k selector of
     DeepSeek sparse attention); the tie rule is ours.
     """
     counts = lengths.clamp_max(k).to(torch.int32)

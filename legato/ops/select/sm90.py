@@ -1,9 +1,10 @@
 # pyright: basic
-"""Selection on Hopper: one launch of `top_k.cu` for rows of any lengths, driven by the lengths on the device.
+"""Selection on Hopper: one launch of `top_k.cu` for rows of any lengths, driven by the lengths on the device, and the plan of
+which thread blocks take which row.
 
-Owns the choice of how many thread blocks may share a row, from what the host knows (rows and width), and the registration
-with PyTorch. Must not read a tensor's values: how many of them do is decided on the device, from the row's length. Imported
-by `bind` only.
+Owns how many thread blocks there are, from what the host knows (rows and width), the plan's memory and the registration with
+PyTorch. Must not read a tensor's values: how many blocks share a row is decided on the device, from its length. Imported by
+`bind` only.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ _HALF_BYTES = 113 * 1024
 _MOST_SCORES = 1 << 23
 #: As many blocks share a row as have so many scores each: more would wait for one another longer than they read.
 SHARE = 2048
-#: Width from which on many rows are worth twice as many warps for each.
-_WIDE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Form:
         return self.threads // 32
 
 
-#: A multiprocessor for every block; two blocks on one; many long rows.
-SPARSE, DENSE, MANY = Form(512, 1, 2, 76 * 1024), Form(512, 2, 1, 76 * 1024), Form(1024, 1, 1, 92 * 1024)
+#: A multiprocessor for every block; two blocks on one.
+SPARSE, DENSE = Form(512, 1, 2, 76 * 1024), Form(512, 2, 1, 76 * 1024)
 
 
 @cache
-def kernel(form: Form) -> Kernel:
-    """The kernel of a form."""
+def kernel(form: Form, name: str = "top_k") -> Kernel:
+    """A kernel of a form: `top_k`, `planned_top_k` or `plan_top_k`."""
     source = Source(
         Path(__file__).with_name("top_k.cu"),
         {
@@ -64,7 +63,7 @@ def kernel(form: Form) -> Kernel:
             "SHARED_BYTES": form.exhaustive_bytes,
         },
     )
-    return Kernel(source, "top_k", shared_bytes=_MOST_BYTES, non_portable_cluster=True)
+    return Kernel(source, name, shared_bytes=0 if name == "plan_top_k" else _MOST_BYTES, non_portable_cluster=True)
 
 
 @dataclass(frozen=True)
@@ -81,17 +80,14 @@ def cut(rows: int, width: int, processors: int) -> Cut:
     """The cut for `rows` rows of up to `width` scores on a device of so many multiprocessors.
 
     As many blocks for a row as there are processors for them, but none with fewer than `SHARE` scores. Where the rows
-    alone take more than half of the processors, two for each, or four of long ones, of which the next begin as others
-    end. Where every block can have a processor of its own, it asks for more than half of its shared memory, so that it
-    gets it; otherwise for less, so that two fit. Clusters need neighbouring processors: with more than three quarters of
-    them wanted, some would wait for others to end.
+    alone take more than half of the processors, two for each. Where every block can have a processor of its own, it asks
+    for more than half of its shared memory, so that it gets it; otherwise for less, so that two fit. Clusters need
+    neighbouring processors: with more than three quarters of them wanted, some would wait for others to end.
     """
     blocks = 1
     while blocks < 16 and 2 * blocks * rows <= processors and SHARE * blocks < width:
         blocks *= 2
     if blocks == 1 and processors // 2 < rows <= processors and width > 2 * SHARE:
-        if rows > processors * 3 // 4 and width >= _WIDE:
-            return Cut(MANY, 4, _HALF_BYTES)
         blocks = 2
     sparse = rows * blocks <= (processors if blocks == 1 else processors * 3 // 4)
     form = SPARSE if sparse else DENSE
@@ -101,13 +97,60 @@ def cut(rows: int, width: int, processors: int) -> Cut:
     return Cut(form, blocks, min(max(wanted, least), most))
 
 
+#: Fewer rows gain nothing from a plan; more lose by it where they are alike (NOTES.md).
+LEAST_PLANNED, MOST_PLANNED = 7, 24
+#: Blocks of a cluster that takes rows by a plan: all of them may share one.
+POOL_CLUSTER = 16
+#: The plan has a thread for each row, and in any case so many.
+_PLAN_LAUNCH = Launch(grid=(1,), block=(1024,), programmatic=True)
+
+
+@cache
+def pool(processors: int) -> int:
+    """How many blocks take rows in turn, by a plan: whole clusters, one block for a multiprocessor, and no more than run at once:
+    the neighbours of the last quarter may not be free together."""
+    return processors * 3 // 4 // POOL_CLUSTER * POOL_CLUSTER
+
+
+def plan_top_k(lengths: Tensor, request: Tensor, k: int) -> Tensor | None:
+    """Which thread blocks take which row, for `top_k` calls with the same three arguments; None for rows so few or so many
+    that a cluster of its own serves each best.
+
+    lengths and request [T] int32 -> int32 [n], to be passed on as it is. Everything is read on the device, so a captured
+    graph serves every length. Raises ValueError for arguments of another type.
+    """
+    rows = lengths.shape[0]
+    if not LEAST_PLANNED <= rows <= MOST_PLANNED:
+        return None
+    if lengths.dtype != torch.int32 or request.dtype != torch.int32:
+        raise ValueError(f"top_k.plan: lengths are {lengths.dtype}, request is {request.dtype}; expected int32")
+    blocks = pool(_processors(lengths.device))
+    # A row of a portion takes one block, a longer one less than two for each portion; portions are five quarters of a block's
+    # share of all, so that turns never have more than 8 / 5 blocks + rows, and fill the last one.
+    plan = torch.empty((1 + rows + 3 * blocks) * 4, dtype=torch.int32, device=lengths.device)
+    kernel(SPARSE, "plan_top_k")(
+        _PLAN_LAUNCH,
+        lengths.contiguous(),
+        request.contiguous(),
+        rows,
+        k,
+        POOL_CLUSTER.bit_length() - 1,
+        blocks,
+        SHARE,
+        plan,
+    )
+    return plan
+
+
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @torch.library.custom_op("legato::top_k", mutates_args=(), device_types="cuda")
-def _select(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+def _select(
+    scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor, plan: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows, width = scores.shape
     slots = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     counts = torch.empty(rows, dtype=torch.int32, device=scores.device)
@@ -115,6 +158,28 @@ def _select(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request
         return slots, counts
     if scores.stride(1) != 1 or scores.stride(0) % 4 or scores.data_ptr() % 16:
         scores = functional.pad(scores, (0, -width % 4)).contiguous()
+    if plan is not None:
+        blocks = pool(_processors(scores.device))
+        kernel(SPARSE, "planned_top_k")(
+            Launch(
+                grid=(blocks,),
+                block=(SPARSE.threads,),
+                cluster=(POOL_CLUSTER,),
+                shared_bytes=_MOST_BYTES,
+                programmatic=True,
+            ),
+            scores,
+            plan,
+            page_table,
+            slots,
+            counts,
+            scores.stride(0),
+            page_table.stride(0),
+            k,
+            POOL_CLUSTER.bit_length() - 1,
+            _MOST_BYTES,
+        )
+        return slots, counts
     how = cut(rows, width, _processors(scores.device))
     kernel(how.form)(
         Launch(
@@ -141,13 +206,17 @@ def _select(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request
 
 
 @_select.register_fake
-def _(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor, plan: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows = scores.shape[0]
     return scores.new_empty(rows, k, dtype=torch.int32), scores.new_empty(rows, dtype=torch.int32)
 
 
-@top_k.on("sm90")
-def top_k_sm90(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+@top_k.on("sm90", plan=plan_top_k)
+def top_k_sm90(
+    scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor, plan: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`top_k` for float32 scores of up to 2^23 positions; lengths, table and request int32.
 
     Rows that do not start at a multiple of 16 bytes are copied first. Raises ValueError for what it cannot read.
@@ -165,4 +234,5 @@ def top_k_sm90(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, requ
         k,
         table if table.stride(1) == 1 else table.contiguous(),
         request.to(torch.int32).contiguous(),
+        plan,
     )

@@ -37,7 +37,7 @@ class Binned:
         return Kernel(Source(Path(__file__).with_name("sm90_float16.cu"), macros), "float16_topk")
 
     def run(
-        self, scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor
+        self, scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor, plan: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`top_k` for contiguous float32 rows, in no order; exact for rows whose boundary bin is not cut and without ties.
 

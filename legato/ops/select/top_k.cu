@@ -1,7 +1,8 @@
 // Exact, deterministic top-k of ragged float32 rows, with the page transform, on clusters of thread blocks.
 //
 // One cluster of C blocks (C = 1, 2, 4, 8, 16) has a row; of them as many as its length is worth share it, and the others leave
-// at once. Each block owns a contiguous slice, each warp a
+// at once. With a plan, made once for all layers, a fixed number of clusters has all rows, each for as many neighbouring blocks
+// as it is worth beside the others, and blocks go on to their next row. Each block owns a contiguous slice of a row, each warp a
 // contiguous part of the slice, in steps of 128 scores. A score and its position form one integer, its *rank*:
 //     rank = order(score) << bits | position,       order: descending scores, NaN last, -0.0 == +0.0
 // No two ranks are equal, so "the k smallest ranks" is one set, whatever the bits and whatever the timing.
@@ -62,7 +63,7 @@ struct Found {
 struct Barriers {
   u64 arrived[2];  // the quick way: the bins of all blocks, the boundary ranks of all blocks
   u64 met;         // the exhaustive way: all blocks that share the row
-  u64 unused;
+  u32 turn, turns;  // of a plan: which row of mine this is, and how many there are
 };
 
 struct Shared {
@@ -111,8 +112,6 @@ __device__ __forceinline__ void cluster_wait() {
   __syncwarp();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The warps that have bins meet.
-__device__ __forceinline__ void count_up(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ u32 add_all(u32 value) { return __reduce_add_sync(0xFFFFFFFFu, value); }
 
 // Descending order of a score as an ascending integer. x + 0.0f turns -0.0 into +0.0 and any NaN into 0x7FFFFFFF.
@@ -253,13 +252,13 @@ __device__ __forceinline__ void for_each(const Slice& w, const uint4* kept, cons
 
 // Blocks that share a row meet at a barrier of their own: the cluster's other blocks are gone.
 struct Meeting {
-  u32 barrier, blocks, arrivals, parity;
+  u32 barrier, first, blocks, arrivals, parity;
 
   // What my block wrote before is there for whoever waits.
   __device__ __forceinline__ void arrive() const {
     __syncthreads();
     if (threadIdx.x < blocks)
-      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(remote(barrier, threadIdx.x)), "r"(arrivals)
+      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(remote(barrier, first + threadIdx.x)), "r"(arrivals)
                    : "memory");
   }
   __device__ __forceinline__ void wait() {
@@ -279,11 +278,18 @@ struct Row {
   const float* scores;
   const int* table;
   int* out;
-  u32 length, k, rank, blocks;  // my rank in the cluster, and how many of its blocks have work
+  u32 length, k, rank, blocks;  // how many blocks share the row, neighbours in a cluster, and my rank among them
   int block_bits;               // log2(blocks)
   u32 arrivals;                 // how often a block arrives at `met`, which was made for the whole cluster
   u32 block_first, block_steps;       // steps of my slice
 };
+
+// The first of the blocks that share the row, as a block of the cluster.
+__device__ __forceinline__ u32 first_of(const Row& r) {
+  u32 place;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(place));
+  return place - r.rank;
+}
 
 __device__ __forceinline__ Slice slice_of(const Row& r) {
   const int warp = threadIdx.x / 32;
@@ -310,7 +316,8 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
   const int* table = r.table;
   int* out = r.out;
   const bool shared_row = blocks > 1;
-  Meeting meeting = {shared_address(&s.barriers.met), blocks, r.arrivals, 0};
+  const u32 leader = first_of(r);  // of those that share the row
+  Meeting meeting = {shared_address(&s.barriers.met), leader, blocks, r.arrivals, 0};
   const u32 parts = max(1u, WARPS >> r.block_bits);  // of the warps, for each block that they send to
   __syncthreads();  // the memory was the quick way's
   for (int i = threadIdx.x; i < BINS / 4; i += THREADS) {
@@ -412,7 +419,7 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
       const u32 first = s.first_bin, last = s.found.bin;
       meeting.wait();
       for (u32 target = warp % blocks; target < blocks; target += WARPS) {
-        const u32 to = remote(shared_address(s.total), target);
+        const u32 to = remote(shared_address(s.total), leader + target);
         for (u32 i = first + warp / blocks * 32 + lane; i <= last; i += parts * 32) {
           const u32 value = s.histogram[i];
           if (value) remote_add(to + i * 4, value);
@@ -437,7 +444,7 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
 
   // ---- 4. the ranks of the boundary bin, to every block
   if (shared_row && warp == 0) {
-    const u32 held = lane < blocks ? remote_load(remote(shared_address(&s.histogram[bin]), lane)) : 0;
+    const u32 held = lane < blocks ? remote_load(remote(shared_address(&s.histogram[bin]), leader + lane)) : 0;
     const u32 offset = add_all(lane < rank ? held : 0);
     if (lane == 0) s.offset = offset;
   }
@@ -465,9 +472,9 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
   if (shared_row) {
     const u32 block_above = add_all(lane < WARPS ? s.above_of_warp[lane] : 0);
     for (u32 target = warp % blocks; target < blocks; target += WARPS) {
-      const u32 to = remote(shared_address(s.all + s.offset), target);
+      const u32 to = remote(shared_address(s.all + s.offset), leader + target);
       for (u32 i = warp / blocks * 32 + lane; i < s.mine_count; i += parts * 32) remote_store(to + i * 8, s.mine[i]);
-      if (lane == 0) remote_store(remote(shared_address(&s.above_of_block[rank]), target), block_above);
+      if (lane == 0) remote_store(remote(shared_address(&s.above_of_block[rank]), leader + target), block_above);
     }
     meeting.arrive();
     meeting.wait();
@@ -551,9 +558,11 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
 constexpr int QUICK_BITS = 8, QUICK_BINS = 1 << QUICK_BITS;
 constexpr int CROWD = 512;       // ranks of the boundary bin, over the whole row
 constexpr int GROUPS = 32;       // of samples
-constexpr int GROUP_BITS = 4;    // log2 of a group's samples, at most
+constexpr int GROUP_BITS = 5;    // log2 of a group's samples, at most: with fewer, one row of 1M in a hundred is misled
 constexpr int SAMPLES = (GROUPS << GROUP_BITS) / THREADS > 1 ? (GROUPS << GROUP_BITS) / THREADS : 1;  // of a thread
 constexpr int SHORT = SHORT_LINES;         // lines of 128 scores that a warp of a short slice has at most: they stay in registers
+
+constexpr int TOTAL_QUADS = QUICK_BINS / 8 + 2;  // two more, so that threads that add up blocks read other banks
 
 struct __align__(8) Listed {
   float score;
@@ -563,7 +572,7 @@ struct __align__(8) Listed {
 struct Quick {
   Barriers barriers;
   u32 bins[QUICK_BINS];
-  uint4 total[MAX_CLUSTER][QUICK_BINS / 8];  // of each block: its bins, two in a word
+  uint4 total[MAX_CLUSTER][TOTAL_QUADS];  // of each block: its bins, two in a word
   u32 unsound[MAX_CLUSTER];                  // of each block: whether its bins cannot be trusted
   uint4 group[GROUPS / 4];
   u64 crowd[CROWD];         // the ranks in the boundary bin, block by block
@@ -571,7 +580,7 @@ struct Quick {
   u32 above_of_warp[32], chosen_of_warp[32];
   u32 mine_count, too_short, before;
   u32 blocks_above, offset;  // in the blocks before mine: ranks above the boundary bin, and in it
-  float worst, top, scale;  // the least score that is listed; how scores map to bins
+  u32 high, low;             // orders of two groups' bests
   u32 bin, count, wanted;
   u64 threshold;
   Row row;  // for the exhaustive way, so that the quick one need not keep it in registers
@@ -633,60 +642,68 @@ __device__ __forceinline__ float score_of(u32 order) {
   return __uint_as_float(order < 0x80000000u ? order ^ 0x7FFFFFFFu : order);
 }
 
-// From the best of each group of samples: which scores to list, and how their orders map to bins. One warp.
-__device__ __forceinline__ void cut(Quick& s, Places places, bool list_all) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 own = reinterpret_cast<const u32*>(s.group)[lane] & ~31u | lane;  // no two alike
+// From the best of each group of samples: which of them bound what is listed, into s.high and s.low. All threads call; others than one
+// warp would wait for it.
+__device__ __forceinline__ void cut(Quick& s, Places places) {
+  constexpr u32 SHARE = THREADS / GROUPS, EACH = GROUPS / SHARE;  // threads that rank one group, others that one compares it with
+  const u32* groups = reinterpret_cast<const u32*>(s.group);
+  const u32 which = threadIdx.x / SHARE, from = threadIdx.x % SHARE * EACH;
+  const u32 own = groups[which] & ~31u | which;  // no two alike
   u32 place = 0;
 #pragma unroll
-  for (int i = 0; i < GROUPS / 4; i++) {
-    const uint4 v = s.group[i];
-    place += ((v.x & ~31u | 4 * i) < own) + ((v.y & ~31u | 4 * i + 1) < own) + ((v.z & ~31u | 4 * i + 2) < own) +
-             ((v.w & ~31u | 4 * i + 3) < own);
-  }
-  const u32 high = __reduce_max_sync(0xFFFFFFFFu, place == places.high ? own | 31 : 0);
-  const u32 low = __reduce_max_sync(0xFFFFFFFFu, place == places.low ? own & ~31u : 0);
-  if (lane == 0) {
-    const float least = score_of(min(high, 0xFFFFFFFEu)), best = score_of(low) + places.beyond * (score_of(low) - least);
-    s.worst = list_all ? __int_as_float(0xFF800000) : least;
-    s.top = best;
-    s.scale = best > least ? __fdividef(QUICK_BINS - 2.0f, best - least) : 1.0f;
+  for (u32 i = 0; i < EACH; i++) place += (groups[from + i] & ~31u | from + i) < own;
+#pragma unroll
+  for (u32 distance = 1; distance < SHARE; distance *= 2) place += __shfl_xor_sync(0xFFFFFFFFu, place, distance);
+  if (threadIdx.x % SHARE == 0) {
+    if (place == places.high) s.high = own | 31;
+    if (place == places.low) s.low = own & ~31u;
   }
 }
 
 // The bin of the k-th among the summed bins, into s.bin, s.count (0xFFFFFFFF: none, or the lists cannot be trusted) and
-// s.wanted (its place in the bin); and what the blocks before mine have up to there. A thread has one bin; all threads call.
+// s.wanted (its place in the bin); and what the blocks before mine have up to there. All threads call: so many share two bins.
 __device__ __forceinline__ void find_bin(Quick& s, u32 blocks, u32 rank, u32 k) {
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr u32 BIN_WARPS = QUICK_BINS / 32;
-  u32 count = 0, before = 0;  // in all blocks, in those before mine
-  if (warp < BIN_WARPS) {
-    if (blocks > 1) {
-      const u16* bins = reinterpret_cast<const u16*>(s.total) + threadIdx.x;
+  constexpr u32 WORDS = QUICK_BINS / 2, SHARE = THREADS / WORDS;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, word = threadIdx.x / SHARE;
+  u32 low, high, before = 0;  // in all blocks; in those before mine, two in a word
+  bool unsound;
+  if (blocks > 1) {
+    const u32* bins = reinterpret_cast<const u32*>(s.total) + word;
+    u32 both = 0;
 #pragma unroll
-      for (u32 block = 0; block < MAX_CLUSTER; block++) {
-        const u32 more = block < blocks ? bins[block * QUICK_BINS] : 0;
-        count += more;
-        before += block < rank ? more : 0;
-      }
-    } else {
-      count = s.bins[threadIdx.x];
+    for (u32 i = 0; i < MAX_CLUSTER / SHARE; i++) {
+      const u32 block = threadIdx.x % SHARE + i * SHARE;
+      const u32 more = block < blocks ? bins[block * TOTAL_QUADS * 4] : 0;
+      both += more;
+      before += block < rank ? more : 0;
     }
-    u32 upto = count, before_upto = before;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const u32 other = __shfl_up_sync(0xFFFFFFFFu, upto, distance), other_before = __shfl_up_sync(0xFFFFFFFFu, before_upto, distance);
-      if (lane >= distance) upto += other, before_upto += other_before;
+    for (u32 distance = 1; distance < SHARE; distance *= 2) {
+      both += __shfl_xor_sync(0xFFFFFFFFu, both, distance);
+      before += __shfl_xor_sync(0xFFFFFFFFu, before, distance);
     }
-    if (lane == 31) s.above_of_warp[warp] = upto, s.chosen_of_warp[warp] = before_upto;
-    count_up(BIN_WARPS * 32);
-    const bool unsound = blocks > 1 ? __any_sync(0xFFFFFFFFu, lane < blocks && s.unsound[lane]) : s.too_short;
-    const u32 warps_upto = lane < warp ? s.above_of_warp[lane] : 0, warps_before = lane < warp ? s.chosen_of_warp[lane] : 0;
-    upto += add_all(warps_upto), before_upto += add_all(warps_before);
-    if (!unsound && upto >= k && upto - count < k) {
-      s.bin = threadIdx.x, s.count = count, s.wanted = k - (upto - count);
-      s.blocks_above = before_upto - before, s.offset = before;
-    }
+    low = both & 0xFFFF, high = both >> 16;
+    unsound = __any_sync(0xFFFFFFFFu, lane < blocks && s.unsound[lane % MAX_CLUSTER]);
+  } else {
+    low = s.bins[2 * word], high = s.bins[2 * word + 1];
+    unsound = s.too_short;
+  }
+  u32 upto = low + high, before_upto = (before & 0xFFFF) + (before >> 16);
+#pragma unroll
+  for (u32 distance = SHARE; distance < 32; distance *= 2) {
+    const u32 other = __shfl_up_sync(0xFFFFFFFFu, upto, distance), other_before = __shfl_up_sync(0xFFFFFFFFu, before_upto, distance);
+    if (lane >= distance) upto += other, before_upto += other_before;
+  }
+  if (lane == 31) s.above_of_warp[warp] = upto, s.chosen_of_warp[warp] = before_upto;
+  __syncthreads();
+  const u32 warps_upto = lane < warp ? s.above_of_warp[lane] : 0, warps_before = lane < warp ? s.chosen_of_warp[lane] : 0;
+  upto += add_all(warps_upto), before_upto += add_all(warps_before);
+  const u32 start = upto - low - high;
+  if (!unsound && upto >= k && start < k && threadIdx.x % SHARE == 0) {
+    const bool second = start + low < k;
+    s.bin = 2 * word + second, s.count = second ? high : low, s.wanted = k - start - (second ? low : 0);
+    s.offset = second ? before >> 16 : before & 0xFFFF;
+    s.blocks_above = before_upto - (before >> 16) - (second ? 0 : before & 0xFFFF);
   }
 }
 
@@ -698,7 +715,9 @@ __device__ __forceinline__ void find_bin(Quick& s, u32 blocks, u32 rank, u32 k) 
 #define PROFILE_ARGUMENT
 #endif
 
-// Whether the quick way could choose; the same answer in every block of the cluster.
+// Whether the quick way could choose; the same answer in every block that shares the row. PLANNED: the row's blocks need not be the
+// cluster's first.
+template <bool PLANNED>
 __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memory, u32 memory_bytes, bool cluster PROFILE_PARAMETER) {
   Quick& s = *reinterpret_cast<Quick*>(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -747,11 +766,14 @@ __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memo
       atomicMin(reinterpret_cast<u32*>(s.group) + lane, order_of(sampled[i]));
   __syncthreads();
   MARK(2)
-  // Where a third or more is chosen all are listed: the sample's end would be too close to the k-th.
-  if (warp == 0) cut(s, places, chosen_in_group > 0.41f);
+  cut(s, places);
   __syncthreads();
   MARK(3)
-  const float worst = s.worst, top = s.top, scale = s.scale;
+  // The least score that is listed, and how scores map to bins. Where a third or more is chosen all are listed: the sample's end
+  // would be too close to the k-th.
+  const float least = score_of(min(s.high, 0xFFFFFFFEu)), low = score_of(s.low), top = low + places.beyond * (low - least);
+  const float worst = chosen_in_group > 0.41f ? __int_as_float(0xFF800000) : least;
+  const float scale = top > least ? __fdividef(QUICK_BINS - 2.0f, top - least) : 1.0f;
   // Never a lower bin for a lower score: each operation, and its rounding, keeps the order. The last addition leaves the
   // nearest integer in the low bits. Not a number (from infinities) becomes bin 0.
   auto bin_of = [&](float score) -> u32 {
@@ -828,8 +850,8 @@ __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memo
     const u32 most = max(max(max(first.x, first.y), max(first.z, first.w)), max(max(second.x, second.y), max(second.z, second.w)));
     // Half a word must hold the sum of all blocks.
     const u32 unsound = __any_sync(0xFFFFFFFFu, most > 0xFFFFu >> r.block_bits) || s.too_short;
-    for (u32 to = warp; to < r.blocks; to += WARPS) {
-      const u32 barrier = remote(shared_address(&s.barriers.arrived[0]), to);
+    for (u32 block = warp; block < r.blocks; block += WARPS) {
+      const u32 to = PLANNED ? first_of(r) + block : block, barrier = remote(shared_address(&s.barriers.arrived[0]), to);
       async_store(remote(shared_address(&s.total[r.rank][lane]), to),
                   make_uint4(first.x | first.y << 16, first.z | first.w << 16, second.x | second.y << 16, second.z | second.w << 16),
                   barrier);
@@ -851,30 +873,40 @@ __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memo
   const u32 offset = shared_row ? s.offset : 0;
   if (shared_row && threadIdx.x == 0) expect(shared_address(&s.barriers.arrived[1]), count * 8);
   u32 num_above = 0;
-  auto place = [&](float score, u32 its_position) {
+  const u32 first = PLANNED ? first_of(r) : 0;
+  // The whole warp calls. A lane sends to the block of its number.
+  auto place = [&](bool listed_here, float score, u32 its_position) {
     const u32 its_bin = bin_of(score);
-    num_above += its_bin < bin;
-    if (its_bin != bin) return;
-    const u32 mine = atomicAdd(&s.mine_count, 1);
+    num_above += listed_here && its_bin < bin;
+    const bool is = listed_here && its_bin == bin;
+    u32 votes = __ballot_sync(0xFFFFFFFFu, is), mine = 0;
+    if (!votes) return;
     const u64 its_rank = static_cast<u64>(order_of(score)) << 32 | its_position;
-    s.warp_of_mine[mine] = warp;
-    if (!shared_row) {
-      s.crowd[mine] = its_rank;
-      return;
+    if (is) {
+      mine = atomicAdd(&s.mine_count, 1);
+      s.warp_of_mine[mine] = warp;
+      if (!shared_row) s.crowd[mine] = its_rank;
     }
-    const u32 to = shared_address(&s.crowd[offset + mine]), barrier = shared_address(&s.barriers.arrived[1]);
-    for (u32 block = 0; block < r.blocks; block++) async_store(remote(to, block), its_rank, remote(barrier, block));
+    if (!shared_row) return;
+    for (; votes; votes &= votes - 1) {
+      const int from = __ffs(votes) - 1;
+      const u64 sent = __shfl_sync(0xFFFFFFFFu, its_rank, from);
+      const u32 at = shared_address(&s.crowd[offset + __shfl_sync(0xFFFFFFFFu, mine, from)]);
+      if (lane < r.blocks) async_store(remote(at, first + lane), sent, remote(shared_address(&s.barriers.arrived[1]), first + lane));
+    }
   };
   if (is_short) {
 #pragma unroll
     for (int j = 0; j < SHORT; j++)
       if (j < num_lines)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-          if (held[4 * j + e] >= worst) place(held[4 * j + e], own_start + j * STEP + e);
+        for (int e = 0; e < 4; e++) place(held[4 * j + e] >= worst, held[4 * j + e], own_start + j * STEP + e);
   } else {
 #pragma unroll 2
-    for (u32 i = lane; i < listed; i += 32) place(list[i].score, list[i].position);
+    for (u32 i = 0; i < listed; i += 32) {
+      const Listed own = i + lane < listed ? list[i + lane] : Listed{0.0f, 0};
+      place(i + lane < listed, own.score, own.position);
+    }
   }
   num_above = add_all(num_above);
   if (lane == 0) s.above_of_warp[warp] = num_above, s.chosen_of_warp[warp] = 0;
@@ -998,10 +1030,154 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   r.block_first = steps * r.rank >> r.block_bits;
   r.block_steps = (steps * (r.rank + 1) >> r.block_bits) - r.block_first;
   if (threadIdx.x == 0) s.row = r;
-  if (!select_quickly(r, memory, memory_bytes, cluster PROFILE_ARGUMENT)) {
+  if (!select_quickly<false>(r, memory, memory_bytes, cluster PROFILE_ARGUMENT)) {
     MARK(11)
     const Row again = s.row;
     select_exhaustively(again, memory, memory_bytes);
     MARK(12)
   }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Counters and barriers for a row. Reads nothing of the kernels before. `again`: the barriers have been used.
+__device__ __forceinline__ void prepare(Quick& s, u32 size, bool again) {
+  for (int i = threadIdx.x; i < QUICK_BINS; i += THREADS) s.bins[i] = 0;
+  if (threadIdx.x < 32) {
+    s.chosen_of_warp[threadIdx.x] = 0;
+    reinterpret_cast<u32*>(s.group)[threadIdx.x] = 0xFFFFFFFFu;
+    if (threadIdx.x == 0) {
+      s.mine_count = s.too_short = s.before = 0, s.count = 0xFFFFFFFFu;
+      const u32 barriers[3] = {shared_address(&s.barriers.arrived[0]), shared_address(&s.barriers.arrived[1]), shared_address(&s.barriers.met)};
+#pragma unroll
+      for (int i = 0; i < 3; i++) {
+        if (again) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barriers[i]) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers[i]), "r"(i == 1 ? 1 : size) : "memory");
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+  }
+  __syncthreads();
+  if (size > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// How many blocks share a row (log2): as many as have `share` scores each, since more would wait for one another longer than they
+// read.
+__device__ __forceinline__ int block_bits_of(u32 length, u32 share, int most) {
+  const u32 shares = (length - 1) / share;
+  return min(most, shares ? 32 - __clz(shares) : 0);
+}
+
+__device__ __forceinline__ void cut_row(Row& r, u32 place, u32 size) {
+  r.blocks = 1u << r.block_bits, r.rank = place & (r.blocks - 1), r.arrivals = size >> r.block_bits;
+  const u32 steps = (r.length + STEP - 1) / STEP;
+  r.block_first = steps * r.rank >> r.block_bits;
+  r.block_steps = (steps * (r.rank + 1) >> r.block_bits) - r.block_first;
+}
+
+// A row that no more than k scores long is taken whole: every position, whatever its score.
+__device__ __forceinline__ void take_all(const Row& r, u32 rank, u32 blocks) {
+  for (u32 i = rank * THREADS + threadIdx.x; i < r.k; i += blocks * THREADS)
+    r.out[i] = i < r.length ? r.table[i >> 6] << 6 | static_cast<int>(i & 63) : -1;
+}
+
+template <bool PLANNED>
+__device__ __forceinline__ void select_row(const Row& r, unsigned char* memory, u32 memory_bytes, u32 size PROFILE_PARAMETER) {
+  Quick& s = *reinterpret_cast<Quick*>(memory);
+  // The barrier of the bins was made for the whole cluster.
+  if (threadIdx.x == 0 && r.blocks < size) arrive(shared_address(&s.barriers.arrived[0]), size - r.blocks);
+  if (threadIdx.x == 0) s.row = r;
+  if (!select_quickly<PLANNED>(r, memory, memory_bytes, size > 1 PROFILE_ARGUMENT)) {
+    MARK(11)
+    const Row again = s.row;
+    select_exhaustively(again, memory, memory_bytes);
+    MARK(12)
+  }
+}
+
+// With a plan: {turns, -, -, -}, then for each turn and block {row (-1: none), log2 of the blocks that share it, length, request}.
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    planned_top_k(const float* __restrict__ scores, const int4* __restrict__ plan, const int* __restrict__ page_table,
+                  int* __restrict__ slots, int* __restrict__ counts, const int stride, const int table_stride, const int k,
+                  const int cluster_bits, const int memory_bytes PROFILE_PARAMETER) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Quick& s = *reinterpret_cast<Quick*>(memory);
+  const u32 size = 1u << cluster_bits, place = blockIdx.x & (size - 1);
+  MARK(0)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  prepare(s, size, false);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  MARK(1)
+  if (threadIdx.x == 0) s.barriers.turn = 0, s.barriers.turns = plan[0].x;
+  for (u32 turn = 0;;) {
+    const int4 task = plan[1 + turn * gridDim.x + blockIdx.x];  // row, block bits, length, request
+    Row r;
+    r.k = k, r.length = task.z, r.block_bits = task.y;
+    r.table = page_table + static_cast<u64>(task.w) * table_stride;
+    r.out = slots + static_cast<u64>(task.x) * k;
+    r.scores = scores + static_cast<u64>(task.x) * stride;
+    cut_row(r, place, size);
+    if (task.x >= 0 && r.rank == 0 && threadIdx.x == 0) counts[task.x] = min(r.length, r.k);
+    if (task.x >= 0 && r.length > r.k) {
+      select_row<true>(r, memory, memory_bytes, size PROFILE_ARGUMENT);
+    } else {
+      if (task.x >= 0) take_all(r, 0, 1);
+      if (size > 1) cluster_wait();
+    }
+    __syncthreads();
+    turn = s.barriers.turn + 1;
+    if (turn >= s.barriers.turns) return;
+    if (size > 1) {  // nobody still writes into a block that goes on
+      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+      cluster_wait();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) s.barriers.turn = turn;
+    prepare(s, size, true);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The plan, from the lengths. Once per forward, one block, a thread for each row. Rows stand in descending order of length, so that
+// blocks that share one are neighbours of one cluster, and every second turn deals from the other end, so that who had the longest
+// rows has the shortest.
+
+constexpr int PLANNERS = 1024;
+
+extern "C" __global__ void __launch_bounds__(PLANNERS, 1)
+    plan_top_k(const int* __restrict__ lengths, const int* __restrict__ request, const int rows, const int k, const int cluster_bits,
+               const int blocks, const int share, int* __restrict__ plan) {
+  __shared__ int2 all[PLANNERS];  // of each row: length, blocks
+  __shared__ u32 sums[PLANNERS / 32];
+  asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory");
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = threadIdx.x, length = row < rows ? max(lengths[row], 0) : -1;
+  const u32 work = add_all(length > k ? length : 0);
+  if (lane == 0) sums[warp] = work;
+  __syncthreads();
+  const u32 total = add_all(sums[lane]);
+  __syncthreads();
+  // An equal portion of all scores for every block, and a quarter more, so that rows about as long as that keep one to themselves.
+  const u32 portion = max(static_cast<u32>(share), total / 4 / blocks * 5);
+  const int bits = length > k ? block_bits_of(length, portion, cluster_bits) : 0;
+  all[row] = make_int2(length, row < rows ? 1 << bits : 0);
+  const u32 mine = add_all(all[row].y);
+  if (lane == 0) sums[warp] = mine;
+  __syncthreads();
+  const int wanted = add_all(sums[lane]), rounds = max((wanted + blocks - 1) / blocks, 1);
+  const int size = 1 << cluster_bits;
+  int4* tasks = reinterpret_cast<int4*>(plan) + 1;
+  auto dealt = [&](int turn) {  // to which entry, where blocks are dealt in turn
+    const int round = turn / blocks, block = turn % blocks;
+    return round * blocks + (round % 2 ? blocks - size - block / size * size + block % size : block);
+  };
+  if (row < rows) {
+    int turn = 0;
+    for (int other = 0; other < rows; other++)
+      if (all[other].x > length || (all[other].x == length && other < row)) turn += all[other].y;
+    const int owner = request[row];
+    for (int i = 0; i < all[row].y; i++) tasks[dealt(turn + i)] = make_int4(row, bits, length, owner);
+  }
+  for (int turn = wanted + row; turn < rounds * blocks; turn += PLANNERS) tasks[dealt(turn)] = make_int4(-1, 0, 0, 0);
+  if (row == 0) plan[0] = rounds;
 }

@@ -14,7 +14,9 @@ from legato.ops.select import PAGE, PAGE_BITS, top_k
 
 
 @top_k.on("torch_topk")
-def top_k_torch(scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+def top_k_torch(
+    scores: Tensor, lengths: Tensor, k: int, page_table: Tensor, request: Tensor, plan: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`top_k` for rows without NaN and -inf whose k-th score is unique; nothing is read back to the host."""
     width = min(k, scores.shape[1])
     counts = lengths.clamp_max(k).to(torch.int32)

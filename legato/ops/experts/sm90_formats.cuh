@@ -10,9 +10,7 @@
 // Every widened weight is exact in bfloat16; NVFP4's e2m1 times its e4m3 scale needs six bits. What the sums still lack
 // is stated at each format.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
+#include "sm90_barriers.cuh"
 
 constexpr int BF16 = 0, FP8 = 1, INT4 = 2, NVFP4 = 3, NONE = -1;
 
@@ -32,12 +30,6 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
 __device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
   u32 v;
   asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-
-__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
 

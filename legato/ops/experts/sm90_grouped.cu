@@ -24,40 +24,12 @@ constexpr int STAGE_BYTES = COLUMNS * 256;
 constexpr int SUMS = COLUMNS / 2;  // of a thread
 static_assert(STAGE_BYTES % 1024 == 0 && STRIP_BYTES % 16 == 0, "swizzled rows and copies are aligned");
 
-__device__ __forceinline__ u32 shared_address(const void *pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
 // Nothing waits longer than for a neighbour's work: a fault ends with an error here, not with a GPU that hangs.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #pragma unroll 1
   for (int i = 0; i < 4000000; ++i)
     if (barrier_passed(barrier, parity)) return;
   asm volatile("trap;");
-}
-__device__ __forceinline__ void copy_bulk(u32 target, const void *source, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
 }
 __device__ __forceinline__ void copy16(u32 target, const void *source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -82,7 +54,6 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int t) {
   else
     w[2] = a, w[3] = b;
 }
-__device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
 
 // The compiler must neither read nor move these registers across this point while the tensor cores own them.
 template <int COUNT>

@@ -54,30 +54,6 @@ static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
 static_assert(WARPS * (RING_BYTES + X_BYTES) + BUFFERS * PARTIAL_BYTES == DYNAMIC_BYTES, "the launch counts as this does");
 static_assert(HIDDEN % 128 == 0 && (WIDTH % 256 == 0 || WIDTH == 128), "K comes in steps and pieces");
 
-__device__ __forceinline__ u32 shared_address(const void *pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
-  u32 done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
-
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_passed(barrier, parity)) {
   }
@@ -120,12 +96,6 @@ __device__ __forceinline__ void store_relaxed(u8 *pointer, uint4 v) {
 
 // What no feature is: the conversion to bfloat16 makes one NaN, and this is another.
 constexpr u32 MISSING = 0xffffffffu;
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ float silu(float v) { return v / (1.0f + __expf(-v)); }
 
 // An item of the second half: up to SPAN strips of a tile, or one of a shared expert's tile, whose weights may be four times as
 // many bytes and would keep one warp busy when all others are done. Items go round the warps.

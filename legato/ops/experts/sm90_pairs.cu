@@ -6,14 +6,7 @@
 //
 // Macros: PART: pairs of a block, a multiple of 32, at most 1024; EXPERTS.
 
-typedef unsigned int u32;
-typedef unsigned char u8;
-
-__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
-}
+#include "sm90_barriers.cuh"
 
 // counts[part][expert]
 extern "C" __global__ void __launch_bounds__(PART)

@@ -18,10 +18,6 @@ constexpr int SLICE = (OWN_STEPS + WARPS - 1) / WARPS;           // of a warp, a
 constexpr int PER_LANE = (EXPERTS + 31) / 32;
 constexpr int ROW_GROUPS = (MOST_ROWS + 7) / 8;
 
-__device__ __forceinline__ u32 shared_address(const void *pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ __forceinline__ u32 address_in(u32 shared, u32 rank) {
   u32 target;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target) : "r"(shared), "r"(rank));
@@ -42,7 +38,7 @@ __device__ __forceinline__ u32 load_relaxed(const u32 *pointer) {
   return v;
 }
 
-__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
+__device__ __forceinline__ bool cluster_barrier_passed(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -118,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int turn = finished / (GROUPS * CLUSTER) & 1;
   u32 *const logits = both_logits + turn * MOST_ROWS * GROUPS * 16;
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks run: their shared memory can be written
-  while (!barrier_passed(shared_address(&full), 0)) {
+  while (!cluster_barrier_passed(shared_address(&full), 0)) {
   }
 
   for (int number = 0; number < row_groups; ++number) {
@@ -159,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (blockIdx.x == 0 && threadIdx.x == 0) state[1 + turn] = rows;
 
   if (rank == 0) {
-    while (!barrier_passed(shared_address(&met), 0)) {
+    while (!cluster_barrier_passed(shared_address(&met), 0)) {
     }
     for (int number = 0; number < row_groups; ++number) {
       const int row = number * 8 + threadIdx.x / 16;

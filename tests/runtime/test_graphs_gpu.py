@@ -119,17 +119,17 @@ def test_no_call_of_the_driver_waits():
     assert found.num_iterations >= 55
 
 
-@pytest.mark.parametrize(("dtype", "count"), [("bfloat16", 200), ("float32", 60)])
-def test_two_hundred_requests_with_aborts_leave_nothing_behind(dtype: str, count: int):
-    """Rows, pages and memory are those of the start, and what each request gained until its end is what it says alone."""
-    served = kept(dtype)
+def test_two_hundred_requests_with_aborts_leave_nothing_behind():
+    """Rows, pages and memory are those of the start, and what each request gained until its end is what it says alone, but for
+    flips, which are listed: in bfloat16 a prompt's first logits move by up to 1.4 with the number of rows that run with it."""
+    served = engine(dtype="bfloat16")
     drawn = random.Random(1)
     run(served, PROMPTS, GREEDY)
     with_margins(served, Request("first", PROMPTS[0], GREEDY, (), 0))  # asks for log-probabilities for the first time
     served.flush_cache()
     served.turn()
     before, allocated = served.gauges, torch.cuda.memory_allocated()
-    waiting = {f"q{index}": text for index, text in enumerate(prompts(count, seed=2, longest=400))}
+    waiting = {f"q{index}": text for index, text in enumerate(prompts(200, seed=2, longest=400))}
     requests: dict[str, Request] = {}
     gained: dict[str, list[int]] = {}
     running: set[str] = set()
@@ -148,7 +148,7 @@ def test_two_hundred_requests_with_aborts_leave_nothing_behind(dtype: str, count
             if progress.finish_reason is not None:
                 running.remove(progress.request_id)
                 reasons[progress.finish_reason] += 1
-    assert reasons.total() == count and reasons["abort"] > 5
+    assert reasons.total() == 200 and reasons["abort"] > 5
     served.flush_cache()
     served.turn()
     assert served.gauges == before
@@ -160,9 +160,7 @@ def test_two_hundred_requests_with_aborts_leave_nothing_behind(dtype: str, count
         at = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
         if at is not None:
             flipped.append((name, request.params.temperature, at, with_margins(served, request)[1][at]))
-    print(f"{dtype}: {dict(reasons)}; (request, temperature, position, margin) of {len(flipped)} flips: {flipped}")
-    if dtype == "float32":
-        assert len(flipped) <= 1, "a draw at the edge of top_p"
-        assert all(margin < NEAR_TIE[dtype] for _, temperature, _, margin in flipped if not temperature)
-    else:
-        assert len(flipped) <= count // 8, "the rows of a prompt are rounded as their number says"
+    print(f"{dict(reasons)}; (request, temperature, position, margin) of {len(flipped)} flips: {flipped}")
+    assert len(flipped) <= 25
+    near = [margin < NEAR_TIE["bfloat16"] for _, temperature, _, margin in flipped if not temperature]
+    assert near.count(False) <= 1, "a greedy choice flips at a near-tie"

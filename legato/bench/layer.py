@@ -85,7 +85,8 @@ def measure(share: Share, work: Work, kind: IndexerKind, device: torch.device) -
         raise SliceError(f"the first {len(layers)} layers have no sparse one of kind {kind!r}: take more")
     standing = steady(share, work, device, graphs="off")
     runner = standing.runner
-    step = planned(build_batch(standing.plan, runner.rows, spec).within(runner.settings.score_bytes).step)
+    batch = build_batch(standing.plan, runner.rows, spec).within(runner.settings.score_bytes)
+    step = planned(batch.step, spec.index_topk)
     rows = _Rows(share, step, runner.iteration.caches)
     generator = torch.Generator(device).manual_seed(0)
     shape = (step.positions.shape[0], layers[0].input_norm.shape[0])

@@ -305,7 +305,8 @@ def ops(lines: Sequence[Line]) -> Figure:
 
 def speed_up(lines: Sequence[Line]) -> Figure:
     """How many times as fast as each other implementation the first one is, over the rows of a case: a curve per shape that was
-    measured at more than three numbers of rows, points for the others, and the geometric mean of all in black."""
+    measured at more than three numbers of rows, points for the others, in black the geometric mean where at least half of
+    the shapes were."""
     figure, axes = _new(2, height=4.6)
     first = lines[0]["implementation"] if lines else ""
     for axis, key, title in zip(
@@ -320,9 +321,12 @@ def speed_up(lines: Sequence[Line]) -> Figure:
             else:
                 axis.plot(x, y, ".", color="#b0b0b0", markersize=4)
         rows = sorted({count for points in found.values() for count in points})
-        means = [geometric_mean([points[count] for points in found.values() if count in points]) for count in rows]
-        axis.plot(rows, means, "D", color="black", markersize=5, label="geometric mean of all")
-        for count, mean in zip(rows, means, strict=True):
+        at = {count: [points[count] for points in found.values() if count in points] for count in rows}
+        # A mean over a few of the shapes would be no mean of what the others show.
+        enough = max(map(len, at.values()), default=0) / 2
+        means = {count: geometric_mean(ratios) for count, ratios in at.items() if len(ratios) >= enough}
+        axis.plot(list(means), list(means.values()), "D", color="black", markersize=5, label="geometric mean of all")
+        for count, mean in means.items():
             axis.annotate(
                 f"{mean:.2f}", (count, mean), xytext=(0, 7), textcoords="offset points", fontsize=7, ha="center"
             )

@@ -25,6 +25,8 @@ QUICK_BYTES = 22 * 1024
 _MOST_BYTES = 227 * 1024
 #: Two blocks share a multiprocessor up to this size, and do not from the next kilobyte on.
 _HALF_BYTES = 113 * 1024
+#: Width up to which two blocks' lists hold what an unlucky sample lets pass.
+_LISTED = 1 << 19
 #: The last digit of a position is 11 bits, the one before it at most 12: see the exhaustive way.
 _MOST_SCORES = 1 << 23
 #: As many blocks share a row as have so many scores each: more would wait for one another longer than they read.
@@ -80,15 +82,16 @@ def cut(rows: int, width: int, processors: int) -> Cut:
     """The cut for `rows` rows of up to `width` scores on a device of so many multiprocessors.
 
     As many blocks for a row as there are processors for them, but none with fewer than `SHARE` scores. Where the rows
-    alone take more than half of the processors, two for each. Where every block can have a processor of its own, it asks
-    for more than half of its shared memory, so that it gets it; otherwise for less, so that two fit. Clusters need
-    neighbouring processors: with more than three quarters of them wanted, some would wait for others to end.
+    alone take more than half of the processors, two for each, or four of which the next begin as others end. Where
+    every block can have a processor of its own, it asks for more than half of its shared memory, so that it gets it;
+    otherwise for less, so that two fit. Clusters need neighbouring processors: with more than three quarters of them
+    wanted, some would wait for others to end.
     """
     blocks = 1
     while blocks < 16 and 2 * blocks * rows <= processors and SHARE * blocks < width:
         blocks *= 2
     if blocks == 1 and processors // 2 < rows <= processors and width > 2 * SHARE:
-        blocks = 2
+        blocks = 2 if width <= _LISTED else 4
     sparse = rows * blocks <= (processors if blocks == 1 else processors * 3 // 4)
     form = SPARSE if sparse else DENSE
     listed = -(-width // (blocks * form.warps)) + 128

@@ -93,8 +93,7 @@ def load_rank(
         if config.cache.memory_fraction is not None:
             raise ConfigError("memory_fraction is the share of a GPU's memory; on a CPU give --cache-tokens")
     else:
-        gpu_bytes = torch.cuda.get_device_properties(settings.device).total_memory
-        settings = within_memory(settings, config, checkpoint, mesh.size, gpu_bytes)
+        settings = within_memory(settings, config, checkpoint, mesh.size, _least_memory(settings.device, mesh.size))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.device != "cpu":
@@ -123,6 +122,12 @@ def load_rank(
     )
     LOG.info("weights: %.1f s", time.perf_counter() - began)
     return Loaded(spec, weights, settings)
+
+
+def _least_memory(device: str, ranks: int) -> int:
+    """Bytes of a GPU: the same number on every rank, each of which has the GPU of its own number, or their pages would differ."""
+    devices = [device] if ranks == 1 else [f"cuda:{rank}" for rank in range(ranks)]
+    return min(torch.cuda.get_device_properties(name).total_memory for name in devices)
 
 
 def _drafts(text: str, resident: Residency) -> DraftWeights:

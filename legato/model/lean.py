@@ -45,7 +45,8 @@ class Saving(Enum):
 
 @dataclass(frozen=True)
 class DraftWeights:
-    """What of the drafts' weights is made smaller, and the ids that drafts choose among (none: the whole vocabulary)."""
+    """What of the drafts' weights is made smaller, and the ids that drafts choose among (none: the whole vocabulary), besides
+    a few that round their number up (see `draft_head`)."""
 
     savings: frozenset[Saving] = frozenset()
     vocabulary: tuple[int, ...] = ()
@@ -69,7 +70,7 @@ class DraftWeights:
         named |= {"stored": cls.STORED.savings, "lean": cls.LEAN.savings}
         for word in text.split(","):
             name, _, value = word.strip().partition("=")
-            if name == "vocabulary" and value:
+            if name == "vocabulary" and value.strip("0"):
                 vocabulary = tuple(range(int(value))) if value.isdecimal() else _ids_in(Path(value))
             elif word.strip() in named:
                 savings |= named[word.strip()]
@@ -141,8 +142,9 @@ class DraftHead:
 def draft_head(
     source: WeightSource, head: Weight, spec: ModelSpec, drafts: DraftWeights, mesh: Mesh
 ) -> DraftHead | None:
-    """The drafts' own head; None where they use the target's. Its rows divide evenly over the ranks: the last id stands there
-    again and again where there are too few.
+    """The drafts' own head; None where they use the target's. Its rows divide evenly over the ranks: the lowest ids that are not
+    listed fill it up, each once, since of two rows for one id it would be chance which one counts. Where there are too few of
+    them, drafts choose among the whole vocabulary.
 
     Raises:
         ConfigError: an id is not in the vocabulary.
@@ -152,9 +154,11 @@ def draft_head(
         if drafts.vocabulary[-1] >= spec.vocab_size:
             raise ConfigError(f"draft weights: id {drafts.vocabulary[-1]} is not below {spec.vocab_size}")
         each = -(-len(drafts.vocabulary) // (mesh.size * _ROWS)) * _ROWS
-        padded = drafts.vocabulary + drafts.vocabulary[-1:] * (each * mesh.size - len(drafts.vocabulary))
-        weight = source.rows("lm_head", padded[mesh.rank * each : (mesh.rank + 1) * each])
-        ids = torch.tensor(padded, device=weight.dequantize(source.dtype).device)
+        others = sorted(set(range(spec.vocab_size)).difference(drafts.vocabulary))
+        filled = (*drafts.vocabulary, *others[: each * mesh.size - len(drafts.vocabulary)])
+        if len(filled) == each * mesh.size:
+            weight = source.rows("lm_head", filled[mesh.rank * each : (mesh.rank + 1) * each])
+            ids = torch.tensor(filled, device=weight.dequantize(source.dtype).device)
     if Saving.HEAD in drafts.savings:
         weight = lean_linear(weight)
     return None if weight is head else DraftHead(weight, ids)

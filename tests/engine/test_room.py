@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from legato.config import (
@@ -15,7 +17,7 @@ from legato.config import (
     resolve,
 )
 from legato.engine.room import within_memory
-from legato.engine.start import load_rank, open_checkpoint
+from legato.engine.start import _least_memory, load_rank, open_checkpoint
 from legato.model.checkpoint import Checkpoint
 from legato.model.footprint import plan
 from legato.model.inventory import stored_spec
@@ -70,6 +72,13 @@ def test_where_nothing_is_said_caches_are_no_larger_than_there_is_room(checkpoin
     assert within_memory(settings, given, checkpoint, 1, 60_000_000) == settings
     with pytest.raises(ConfigError, match=r"leaves room for 0 tokens beside 0\.0 GB of weights"):
         within_memory(wanted, Config(), checkpoint, 1, 20_000_000)
+
+
+def test_ranks_on_gpus_of_different_sizes_have_the_same_number_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"cuda": 5, "cuda:0": 5, "cuda:1": 3, "cuda:2": 4}
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda name: SimpleNamespace(total_memory=sizes[name]))
+    assert [_least_memory(f"cuda:{rank}", 3) for rank in range(3)] == [3, 3, 3]
+    assert (_least_memory("cuda", 1), _least_memory("cuda:2", 1)) == (5, 4), "one rank has its own"
 
 
 def test_a_cpu_has_none(checkpoint: Checkpoint) -> None:

@@ -92,6 +92,7 @@ def test_savings_are_named_in_words(tmp_path: Path) -> None:
     for wrong in (
         "thin",
         "lean,vocabulary=",
+        "vocabulary=0",
         f"vocabulary={tmp_path}/none.json",
         f"vocabulary={tmp_path}/missing.json",
     ):
@@ -133,7 +134,8 @@ def test_the_projection_gives_the_same_with_a_table_and_split(words: str) -> Non
 
 
 def test_drafts_choose_among_fewer_tokens(tmp_path: Path) -> None:
-    """Whatever the ranks, every id of the list has the logit that the whole head gives it, and no other has one."""
+    """Whatever the ranks, every id of the list has the logit that the whole head gives it, and no others have one but those that
+    round their number up."""
     checkpoint = Checkpoint.open(tiny_checkpoint(tmp_path, **SMALL))
     spec = stored_spec(checkpoint)
     whole = load(checkpoint, DraftWeights.STORED)
@@ -149,10 +151,26 @@ def test_drafts_choose_among_fewer_tokens(tmp_path: Path) -> None:
     for rank in range(2):
         communicator = _Halves(Mesh(rank, 2), lambda shard, rank=rank: shards[1 - rank])
         found = Mtp(spec, whole.mtp, whole.embed, heads[rank], communicator).logits(hidden)  # type: ignore[arg-type]
-        assert torch.allclose(found[:, list(ids)], wanted[:, list(ids)], atol=1e-5)
-        assert int(found.isfinite().sum()) == 2 * len(ids) and found.shape == wanted.shape
+        others = sorted(set(range(spec.vocab_size)) - set(ids))[: 2 * heads[0].weight.out_features - len(ids)]
+        known = sorted({*ids, *others})
+        assert torch.allclose(found[:, known], wanted[:, known], atol=1e-5)
+        assert int(found.isfinite().sum()) == 2 * len(known) and found.shape == wanted.shape
     with pytest.raises(ConfigError, match="is not below"):
         draft_head(source, whole.lm_head, spec, DraftWeights(vocabulary=(spec.vocab_size,)), Mesh(0, 1))
+
+
+def test_the_head_of_drafts_holds_an_id_once(tmp_path: Path) -> None:
+    """In FP8 blocks two rows of one id could differ, and which one counts would differ from rank to rank."""
+    spec = stored_spec(Checkpoint.open(tiny_checkpoint(tmp_path, **SMALL)))
+    head = DenseWeight(torch.randn(spec.vocab_size, 128, generator=torch.Generator().manual_seed(0)))
+    for count in (1, 65, 127, spec.vocab_size - 64):
+        drafts = DraftWeights.parse(f"head,vocabulary={count}")
+        made = [draft_head(_Rows(head.tensor), head, spec, drafts, Mesh(rank, 2)) for rank in range(2)]
+        for one in made:
+            assert one is not None and one.ids is not None and 2 * one.weight.out_features == one.ids.shape[0]
+            assert one.ids.unique().shape == one.ids.shape and one.ids[:count].tolist() == list(range(count))
+    every = DraftWeights.parse(f"vocabulary={spec.vocab_size - 1}")
+    assert draft_head(_Rows(head.tensor), head, spec, every, Mesh(0, 3)) is None, "no others are left to fill it up"
 
 
 class _Rows:

@@ -17,7 +17,7 @@ from legato.ops import LETTER_EXTRA, write_letter
 from legato.runtime.speculate import Verified
 
 DEPTH = 8
-"""Letters that may be on their way or unread; the loop never has more than two."""
+"""Letters that may be on their way or unread; the loop never has more than four, two of each plan."""
 POLL_S = 20e-6
 """Between two looks at a letter that has not arrived; the iteration behind it is running meanwhile."""
 

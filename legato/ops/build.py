@@ -25,6 +25,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,14 +107,22 @@ class Store:
 
     `compilations` counts what NVRTC had to compile: a server that is warm leaves it unchanged. A directory that cannot
     be written is named in one warning, and costs nothing but compiling again next time. While `noted` is a dict, kernels that
-    are called are noted there and not launched.
+    its thread calls are noted there and not launched; every thread has its own.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
         self.compilations = 0
-        self.noted: dict[int, Kernel] | None = None
+        self._own = threading.local()
         self._held: dict[str, Binary] = {}
+
+    @property
+    def noted(self) -> dict[int, Kernel] | None:
+        return getattr(self._own, "noted", None)
+
+    @noted.setter
+    def noted(self, kernels: dict[int, Kernel] | None) -> None:
+        self._own.noted = kernels
 
     def binary(self, source: Source, arch: str) -> Binary:
         """`source` compiled for `arch` ("sm_90a"). Needs no GPU. Raises BuildError with the compiler's log."""
@@ -312,8 +321,8 @@ class Kernel:
         return int(self.load().occupancy.max_active_clusters(self._config(how), stream=self._stream()))
 
     def __call__(self, how: Launch, *arguments: Any) -> None:
-        if STORE.noted is not None:
-            STORE.noted[id(self)] = self
+        if (noted := STORE.noted) is not None:
+            noted[id(self)] = self
             return
         launch(self._stream(), self._config(how), self.load(), *map(_argument, arguments))
 

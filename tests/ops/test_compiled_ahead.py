@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def test_what_is_rehearsed_is_compiled_and_not_launched(kernels: list[build.Kern
     build.STORE = build.Store(build.STORE.directory)
     assert compile_ahead(lambda: kernels[0](HOW), "sm_90a") == 0, "it is on disk"
     assert build.STORE.noted is None
+
+
+def test_other_threads_launch_meanwhile(kernels: list[build.Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process may be serving."""
+    launched: list[object] = []
+    monkeypatch.setattr(build, "launch", lambda stream, how, kernel: launched.append(kernel))
+    for kernel in kernels:
+        for name in ("_stream", "_config", "load"):
+            monkeypatch.setattr(kernel, name, lambda *_, kernel=kernel: kernel)
+
+    def rehearse() -> None:
+        thread = threading.Thread(target=kernels[0], args=(HOW,))
+        thread.start()
+        thread.join()
+        kernels[1](HOW)
+
+    assert compile_ahead(rehearse, "sm_90a") == 1 and launched == [kernels[0]]
 
 
 @torch.library.custom_op("legato_rehearsed::slots", mutates_args=())

@@ -28,8 +28,8 @@ def pareto(lines: Sequence[Line]) -> list[str]:
 
 def _best_drafts(lines: Sequence[Line], users: int, key: str, what: str) -> str:
     best, least = max(lines, key=lambda line: line[key]), min(lines, key=lambda line: line["k"] or 0)
-    against = f", {best[key] / least[key]:.2f} times K = {least['k']}" if best["k"] != least["k"] else ""
-    drafts = "the server's K" if best["k"] is None else f"K = {best['k']}"
+    drafts, fewest = (("the server's K" if line["k"] is None else f"K = {line['k']}") for line in (best, least))
+    against = f", {best[key] / least[key]:.2f} times {fewest}" if drafts != fewest else ""
     return f"{_count(users, 'user')}: {drafts} is {what}, {best[key]:,.0f} tokens/s{against}."
 
 

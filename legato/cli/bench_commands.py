@@ -5,6 +5,7 @@ Imports what a subcommand needs when it runs, so that `legato --help` needs no t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -239,7 +240,7 @@ def bench_pareto(
     With --tp it is one rank's share without a server: tokens/s are simulated. Exit code 1 if a request failed.
     """
     pictures = share_commands.pictures_for(plot)
-    if _is_of_share(tp, dims, model, distinct_experts, accept_length):
+    if _is_of_share(tp, dims, model, (layers, distinct_experts, accept_length)):
         if url or threads is not None:
             raise ConfigError("--url and --threads do not go with --tp: a share has no server")
         share = share_commands.Sweep(
@@ -305,7 +306,7 @@ def bench_isl(
     With --tp it is one rank's share, whose contexts are written and not prefilled: tokens/s are simulated.
     """
     pictures = share_commands.pictures_for(plot)
-    if _is_of_share(tp, dims, model, distinct_experts, accept_length):
+    if _is_of_share(tp, dims, model, (layers, distinct_experts, accept_length)):
         if context is not None or threads is not None or index != "auto":
             raise ConfigError("--context, --threads and --index do not go with --tp: give --lengths")
         share = share_commands.Sweep(
@@ -338,15 +339,13 @@ SHARE_LENGTHS = "1K,2K,4K,8K,16K,32K,64K,128K,256K,512K,1M"
 """At which a share is measured."""
 
 
-def _is_of_share(
-    tp: str | None, dims: str | None, model: str | None, experts: str | None, accept_length: float | None
-) -> bool:
-    """Whether a sweep runs on one rank's share. Raises ConfigError for flags of one that name none."""
+def _is_of_share(tp: str | None, dims: str | None, model: str | None, of_share: Sequence[object]) -> bool:
+    """Whether a sweep runs on one rank's share. Raises ConfigError for flags `of_share` alone where no share is named."""
     if tp is not None and dims is None and model is None:
         raise ConfigError("--tp: name a published shape with --dims, or a checkpoint with --model")
-    if tp is None and dims is None and (experts is not None or accept_length is not None):
+    if tp is None and dims is None and any(flag is not None for flag in of_share):
         raise ConfigError(
-            "--distinct-experts and --simulate-accept-length are of one rank's share: give --tp, and --dims"
+            "--layers, --distinct-experts and --simulate-accept-length are of one rank's share: give --tp, and --dims"
         )
     return tp is not None or dims is not None
 

@@ -10,8 +10,7 @@ import logging
 from dataclasses import replace
 
 from legato.config import PAGE_SIZE, Config, ConfigError, Resolved
-from legato.model.checkpoint import Checkpoint
-from legato.model.footprint import cache_bytes, plan
+from legato.model.footprint import cache_bytes
 from legato.model.spec import ModelSpec
 
 LOG = logging.getLogger(__name__)
@@ -32,10 +31,10 @@ def bytes_per_token(spec: ModelSpec, settings: Resolved) -> int:
     return latent + cache.index_keys // (spec.index_dim + 4) * 4 * spec.index_dim
 
 
-def within_memory(settings: Resolved, config: Config, checkpoint: Checkpoint, ranks: int, gpu_bytes: int) -> Resolved:
-    """`settings` with caches that, beside one of `ranks` shares of the weights, take the share of a GPU that `memory_fraction`
-    names. Without one they are as large as they were, if weights and caches keep within `DEFAULT_FRACTION` so, else as large as
-    that allows. A context that nobody asked for is lowered to what the caches hold. A number of tokens that was given stands.
+def within_memory(settings: Resolved, config: Config, spec: ModelSpec, weight_bytes: int, gpu_bytes: int) -> Resolved:
+    """`settings` with caches that, beside the `weight_bytes` of one rank, take the share of a GPU that `memory_fraction` names.
+    Without one they are as large as they were, if weights and caches keep within `DEFAULT_FRACTION` so, else as large as that
+    allows. A context that nobody asked for is lowered to what the caches hold. A number of tokens that was given stands.
 
     Raises:
         ConfigError: there is no room for the context, or for anything.
@@ -43,18 +42,15 @@ def within_memory(settings: Resolved, config: Config, checkpoint: Checkpoint, ra
     if config.cache.tokens is not None:
         return settings
     fraction = DEFAULT_FRACTION if config.cache.memory_fraction is None else config.cache.memory_fraction
-    footprint = plan(checkpoint, ranks=(ranks,), gpu_bytes=round(fraction * gpu_bytes), reserve_bytes=0)
-    if footprint.spec is None or not footprint.plans:
-        return settings  # what is wrong with the checkpoint, loading says
-    share = footprint.plans[0]
-    tokens = max(share.free_bytes, 0) // (bytes_per_token(footprint.spec, settings) * PAGE_SIZE) * PAGE_SIZE
+    free = round(fraction * gpu_bytes) - weight_bytes
+    tokens = max(free, 0) // (bytes_per_token(spec, settings) * PAGE_SIZE) * PAGE_SIZE
     if config.cache.memory_fraction is None:
         tokens = min(tokens, settings.cache_tokens)
     context = min(settings.context, tokens - PAGE_SIZE) if config.schedule.context is None else settings.context
     if context < 2 or tokens < context + PAGE_SIZE:
         raise ConfigError(
             f"memory_fraction {fraction:g} of {gpu_bytes / 1e9:.1f} GB leaves room for {tokens:,} tokens beside"
-            f" {share.total_weight_bytes / 1e9:.1f} GB of weights, and a context of {max(context, 2):,} needs"
+            f" {weight_bytes / 1e9:.1f} GB of weights, and a context of {max(context, 2):,} needs"
             f" {max(context, 2) + PAGE_SIZE:,}: raise it, or use more GPUs, --latent fp8 or a smaller --context"
         )
     if context < settings.context:

@@ -19,6 +19,7 @@ from legato.engine.ranks.watch import Watch
 from legato.engine.room import within_memory
 from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
+from legato.model.footprint import weights_per_rank
 from legato.model.inventory import stored_spec
 from legato.model.lean import DraftWeights
 from legato.model.requantization import DenseFormat, Requantization
@@ -89,11 +90,19 @@ def load_rank(
     settings = resolve(
         config, max_position=spec.max_position, has_mtp=spec.has_mtp, cuda_available=torch.cuda.is_available()
     )
+    if not settings.num_drafts:
+        spec = replace(spec, has_mtp=False)
+    targets = targets_of(settings.device)
+    # Kernels read weights as stored. References would dequantise them at every call: they are given dense ones.
+    resident = Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE
+    dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
     if settings.device == "cpu":
         if config.cache.memory_fraction is not None:
             raise ConfigError("memory_fraction is the share of a GPU's memory; on a CPU give --cache-tokens")
     else:
-        settings = within_memory(settings, config, checkpoint, mesh.size, _least_memory(settings.device, mesh.size))
+        itemsize = dtype.itemsize if resident is Residency.DENSE else None
+        weight_bytes = weights_per_rank(checkpoint, spec, mesh.size, itemsize)
+        settings = within_memory(settings, config, spec, weight_bytes, _least_memory(settings.device, mesh.size))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.device != "cpu":
@@ -101,20 +110,15 @@ def load_rank(
         torch.backends.cuda.matmul.allow_tf32 = False
         if ":" in settings.device:  # kernels and graphs are launched on the current device
             torch.cuda.set_device(settings.device)
-    targets = targets_of(settings.device)
     if targets and settings.kernel_cache is not None:
         importlib.import_module("legato.ops.build").STORE.directory = Path(settings.kernel_cache).expanduser()
     bind(targets, settings.ops)
-    if not settings.num_drafts:
-        spec = replace(spec, has_mtp=False)
     began = time.perf_counter()
-    # Kernels read weights as stored. References would dequantise them at every call: they are given dense ones.
-    resident = Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE
     weights = load_weights(
         checkpoint,
         spec,
         device=settings.device,
-        dtype=torch.float32 if settings.dtype == "float32" else torch.bfloat16,
+        dtype=dtype,
         resident=resident,
         progress=progress,
         mesh=mesh,

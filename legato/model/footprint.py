@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legato.model.checkpoint import Checkpoint
@@ -182,6 +182,18 @@ def _alike(spec: ModelSpec, inventory: Inventory, entries: Sequence[Expected]) -
 def bytes_per_rank(entry: Expected, stored: Format | None, ranks: int) -> int:
     """Bytes of one tensor on the device of one rank, when linears keep their format (`None`: a plain float)."""
     return _bytes_per_rank(_Alike("", stored, entry.shape, entry.split, _widened(entry)), ranks)
+
+
+def weights_per_rank(checkpoint: Checkpoint, spec: ModelSpec, ranks: int, itemsize: int | None) -> int:
+    """Bytes of one rank's weights on its device: in the formats of the checkpoint (`itemsize` None), or dequantised to so many
+    bytes per element. What the checkpoint lacks counts nothing: loading says so."""
+    inventory = survey(checkpoint, spec)
+    total = 0
+    for key, (count, _) in _alike(spec, inventory, expected(spec)).items():
+        if itemsize is not None:
+            key = replace(key, widened=max(itemsize, key.widened))
+        total += count * _bytes_per_rank(key, ranks)
+    return total
 
 
 def _widened(entry: Expected) -> int:

@@ -70,12 +70,16 @@ def test_the_same_figure_measured_again_replaces_the_earlier_one() -> None:
 
 
 def test_what_measurements_come_to_is_said_in_words() -> None:
-    def point(k: int, users: int, one: float, of_all: float) -> dict[str, Any]:
+    def point(k: int | None, users: int, one: float, of_all: float) -> dict[str, Any]:
         return {"k": k, "case": {"concurrency": users}, "user_tokens_per_s": one, "tokens_per_s_per_device": of_all}
 
     points = [point(0, 1, 20.0, 20.0), point(3, 1, 30.0, 30.0), point(0, 4, 9.0, 36.0), point(3, 4, 8.0, 32.0)]
     assert verdicts.pareto(points) == [
         "1 user: K = 3 is fastest for each, 30 tokens/s, 1.50 times K = 0.", "4 users: K = 0 is most in all, 36 tokens/s.",
+    ]  # fmt: skip
+    assert verdicts.pareto([{**points[0], "k": None}, points[1]]) == [
+        "1 user: K = 3 is fastest for each, 30 tokens/s, 1.50 times the server's K.",
+        "1 user: K = 3 is most in all, 30 tokens/s, 1.50 times the server's K.",
     ]  # fmt: skip
     case = {"tp": 8, "layers": 78}
     common = {"case": case, "k": 5, "batch": 1, "distinct_experts": 44}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from legato.config import (
     PAGE_SIZE,
@@ -19,8 +22,9 @@ from legato.config import (
 from legato.engine.room import within_memory
 from legato.engine.start import _least_memory, load_rank, open_checkpoint
 from legato.model.checkpoint import Checkpoint
-from legato.model.footprint import plan
+from legato.model.footprint import plan, weights_per_rank
 from legato.model.inventory import stored_spec
+from legato.model.weights import Residency, load_weights
 
 GPU_BYTES = 400_000_000
 PER_TOKEN = {("bfloat16", "fp8"): 8460, ("fp8", "fp8"): 4988, ("float32", "float32"): 2 * (8460 - 396) + 3 * 128 * 4}
@@ -35,7 +39,7 @@ def checkpoint() -> Checkpoint:
 def settled(checkpoint: Checkpoint, config: Config, ranks: int = 1) -> Resolved:
     spec = stored_spec(checkpoint)
     settings = resolve(config, max_position=spec.max_position, has_mtp=True, cuda_available=True)
-    return within_memory(settings, config, checkpoint, ranks, GPU_BYTES)
+    return within_memory(settings, config, spec, weights_per_rank(checkpoint, spec, ranks, None), GPU_BYTES)
 
 
 @pytest.mark.parametrize(("latent", "index"), PER_TOKEN)
@@ -63,15 +67,40 @@ def test_a_context_that_was_asked_for_must_fit(checkpoint: Checkpoint) -> None:
 
 def test_where_nothing_is_said_caches_are_no_larger_than_there_is_room(checkpoint: Checkpoint) -> None:
     spec = stored_spec(checkpoint)
-    wanted = resolve(Config(), max_position=spec.max_position, has_mtp=True, cuda_available=True)
-    assert within_memory(wanted, Config(), checkpoint, 1, 150 * 10**9) == wanted
-    small = within_memory(wanted, Config(), checkpoint, 1, 60_000_000)
+    weight_bytes = weights_per_rank(checkpoint, spec, 1, None)
+
+    def within(config: Config, gpu_bytes: int) -> tuple[Resolved, Resolved]:
+        settings = resolve(config, max_position=spec.max_position, has_mtp=True, cuda_available=True)
+        return settings, within_memory(settings, config, spec, weight_bytes, gpu_bytes)
+
+    wanted, large = within(Config(), 150 * 10**9)
+    assert large == wanted
+    _, small = within(Config(), 60_000_000)
     assert small.cache_tokens < wanted.cache_tokens and small.context == small.cache_tokens - PAGE_SIZE < 8192
-    given = Config(cache=CacheConfig(tokens=10**7))
-    settings = resolve(given, max_position=spec.max_position, has_mtp=True, cuda_available=True)
-    assert within_memory(settings, given, checkpoint, 1, 60_000_000) == settings
+    settings, given = within(Config(cache=CacheConfig(tokens=10**7)), 60_000_000)
+    assert given == settings
     with pytest.raises(ConfigError, match=r"leaves room for 0 tokens beside 0\.0 GB of weights"):
-        within_memory(wanted, Config(), checkpoint, 1, 20_000_000)
+        within(Config(), 20_000_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dequantised_weights_count_what_they_take(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    spec = stored_spec(checkpoint)
+    loaded = load_weights(checkpoint, spec, device="cpu", dtype=dtype, resident=Residency.DENSE)
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages(loaded)}.values())
+    counted = weights_per_rank(checkpoint, spec, 1, dtype.itemsize)
+    assert abs(counted - held) < 0.02 * held, (counted, held)
+
+
+def storages(value: object) -> Iterator[torch.UntypedStorage]:
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage()
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from storages(getattr(value, field.name))
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from storages(one)
 
 
 def test_ranks_on_gpus_of_different_sizes_have_the_same_number_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops import build
 from legato.ops.build import BuildError, Kernel, Launch, Source, Store, usage_in
-
-try:
-    build._nvrtc_version()
-except RuntimeError as error:  # how cuda.bindings says that the library is not there
-    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
 
 TEXT = """
 #include <cuda_fp16.h>

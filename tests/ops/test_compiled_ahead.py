@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops import build, compiled
 from legato.ops.compiled import compilations, compile_ahead
-
-try:
-    build._nvrtc_version()
-except RuntimeError as error:  # how cuda.bindings says that the library is not there
-    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
 
 HOW = build.Launch(grid=(1,), block=(1,))
 

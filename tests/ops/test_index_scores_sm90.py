@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops import build
 from legato.ops.cache.layout import INDEX_KEY_BYTES, INDEX_PAGE_BYTES, quantize_groups
@@ -18,11 +17,6 @@ from legato.ops.case import Draw
 from legato.ops.op import Op
 from legato.ops.score import CASES, index_scores, sm90
 from tests.ops.test_oracles import ORACLES
-
-try:
-    build._nvrtc_version()
-except RuntimeError as error:
-    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,16 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
-from legato.ops import build, sample
+from legato.ops import sample
 from legato.ops.sample import sm90
-
-try:
-    build._nvrtc_version()
-except RuntimeError as error:  # how cuda.bindings says that the library is not there
-    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
 
 
 def test_the_source_compiles_without_spills():

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
-from legato.ops import build, sparse_mla
+from legato.ops import sparse_mla
 from legato.ops.attend import mark_selected, sm90, sm90_forms, sm90_masked
 from legato.ops.attend.masked import _request
 from legato.ops.attend.sm90_forms import FORMS, INVARIANT_ROWS, Form, Way, cut
@@ -22,11 +21,6 @@ from legato.ops.gemm import sm90 as products
 from legato.ops.pointwise import rope_angles
 from legato.ops.prologue import LatentNorm, Places
 from legato.ops.prologue import sm90 as prologue
-
-try:
-    build._nvrtc_version()
-except RuntimeError as error:  # how cuda.bindings says that the library is not there
-    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
-from legato.ops import build, top_k
+from legato.ops import top_k
 from legato.ops.case import Draw
 from legato.ops.select import sm90, sm90_blocks, sm90_clusters, torch_topk
 from legato.ops.select.adversarial import adversarial_rows
-
-try:
-    build._nvrtc_version()
-except RuntimeError as error:  # how cuda.bindings says that the library is not there
-    pytest.skip(f"NVRTC is not installed: {error}", allow_module_level=True)
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from legato.bench.record import floor_us
+from legato.bench.record import against_floor
 from legato.bench.share import Share
 from legato.bench.steady import SliceError, Work, steady
 from legato.bench.timing import Spread, count_launches, time_calls
@@ -145,26 +145,18 @@ class _Rows:
 
 def fields(share: Share, work: Work, figure: LayerFigure, gpu: str | None, case: Mapping[str, Any]) -> dict[str, Any]:
     """As one line of a record, without the setting."""
-    floor = floor_us(gpu, figure.num_bytes, 0)
     return {
         "bench": "layer",
         "name": share.spec.name,
         "implementation": figure.spread.method,
         "case": {"tp": share.communicator.mesh.size, "kind": figure.kind, **case},
-        "batch": work.batch,
-        "context": work.context,
-        "k": work.num_drafts,
-        "distinct_experts": work.distinct_experts,
+        **work.fields,
         "experts_reached": figure.experts_reached,
-        "median_us": figure.spread.median_us,
-        "p20_us": figure.spread.p20_us,
-        "p80_us": figure.spread.p80_us,
+        **figure.spread.fields,
         "kernels": figure.kernels,
         "layers_in_chain": figure.num_layers,
         "layers_distinct": figure.distinct,
-        "bytes": figure.num_bytes,
-        "floor_us": floor,
-        "roofline_percent": 100 * floor / figure.spread.median_us if floor else None,
+        **against_floor(figure.spread.median_us, figure.num_bytes, gpu),
         "moments": [[moment.name, round(moment.start_us, 2), round(moment.stop_us, 2)] for moment in figure.moments],
         "context_synthetic": True,
         "correct": None,  # drawn weights: what a layer gives is the tests' business

@@ -68,6 +68,13 @@ def floor_us(gpu: str | None, num_bytes: int, flops: int) -> float | None:
     return 1e6 * max(num_bytes / MEASURED_BANDWIDTH[gpu], flops / MEASURED_BF16_FLOPS[gpu])
 
 
+def against_floor(median_us: float, num_bytes: int, gpu: str | None) -> dict[str, float | None]:
+    """What had to be read, in how long that can be done, and how much of that speed was reached: as a line of a record names
+    them."""
+    floor = floor_us(gpu, num_bytes, 0)
+    return {"bytes": num_bytes, "floor_us": floor, "roofline_percent": 100 * floor / median_us if floor else None}
+
+
 def append(path: Path, figures: Iterable[Mapping[str, Any]], setting: Setting) -> None:
     """Appends one line per figure, each with the setting, to a JSON-lines file; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

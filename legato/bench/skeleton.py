@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from legato.bench.launches import Launch
-from legato.bench.record import floor_us
+from legato.bench.record import against_floor
 from legato.bench.timing import Spread, sample_graph
 from legato.ops.gemm import linear_bf16
 from legato.ops.op import Implementation, implemented
@@ -42,20 +42,15 @@ class Figure:
 
     def fields(self, gpu: str | None, case: dict[str, Any]) -> dict[str, Any]:
         """As one line of a record, without the setting."""
-        floor = floor_us(gpu, self.weight_bytes, 0)
         return {
             "bench": "skeleton",
             "name": "iteration",
             "implementation": "sm90",
             "case": case,
-            "median_us": self.spread.median_us,
-            "p20_us": self.spread.p20_us,
-            "p80_us": self.spread.p80_us,
+            **self.spread.fields,
             "host_us": self.host_us,
             "launches": self.num_launches,
-            "bytes": self.weight_bytes,
-            "floor_us": floor,
-            "roofline_percent": 100 * floor / self.spread.median_us if floor else None,
+            **against_floor(self.spread.median_us, self.weight_bytes, gpu),
             "correct": True,
         }
 

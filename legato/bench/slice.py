@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from legato.bench.kernels import KernelTime, kernel_times
-from legato.bench.record import floor_us
+from legato.bench.record import against_floor
 from legato.bench.share import Share
 from legato.bench.steady import SliceError, Steady, Work, loop, steady
 from legato.bench.timing import Spread
@@ -101,20 +101,14 @@ def fields(share: Share, work: Work, figure: Figure, gpu: str | None, case: Mapp
     mesh = share.communicator.mesh
     # As many experts as were reached: of several requests, drawn weights promise nothing.
     num_bytes = round(share.traffic.iteration(work.batch, work.num_drafts, work.context, figure.experts_reached))
-    floor = floor_us(gpu, num_bytes, 0)
     return {
         "bench": "slice",
         "name": share.spec.name,
         "implementation": figure.how,
         "case": {"tp": mesh.size, "rank": mesh.rank, "layers": share.spec.num_layers, **case},
-        "batch": work.batch,
-        "context": work.context,
-        "k": work.num_drafts,
-        "distinct_experts": work.distinct_experts,
+        **work.fields,
         "experts_reached": figure.experts_reached,
-        "median_us": figure.spread.median_us,
-        "p20_us": figure.spread.p20_us,
-        "p80_us": figure.spread.p80_us,
+        **figure.spread.fields,
         "host_us": figure.host_us,
         "iterations": work.iterations,
         "kernels": sum(kernel.calls for kernel in figure.kernels) or None,
@@ -123,9 +117,7 @@ def fields(share: Share, work: Work, figure: Figure, gpu: str | None, case: Mapp
         "exchanged_bytes": figure.exchanged_bytes,
         "exchanges_modelled_us": figure.modelled_us,
         "exchange_us_assumed": MODELLED_EXCHANGE_US,
-        "bytes": num_bytes,
-        "floor_us": floor,
-        "roofline_percent": 100 * floor / figure.spread.median_us if floor else None,
+        **against_floor(figure.spread.median_us, num_bytes, gpu),
         "peak_bytes": figure.peak_bytes or None,
         "bound": dict(figure.bound),
         "context_synthetic": True,

@@ -58,6 +58,16 @@ class Work:
     latent: str
     ops: Mapping[str, str]
 
+    @property
+    def fields(self) -> dict[str, float | None]:
+        """What an iteration is made of, as a line of a record names it."""
+        return {
+            "batch": self.batch,
+            "context": self.context,
+            "k": self.num_drafts,
+            "distinct_experts": self.distinct_experts,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Steady:

@@ -35,6 +35,11 @@ class Spread:
     p80_us: float
     method: Literal["graph", "stream", "cpu"]
 
+    @property
+    def fields(self) -> dict[str, float]:
+        """The three figures as a line of a record names them."""
+        return {"median_us": self.median_us, "p20_us": self.p20_us, "p80_us": self.p80_us}
+
     @staticmethod
     def of(samples: Sequence[float], method: Literal["graph", "stream", "cpu"]) -> Spread:
         ordered = sorted(samples)

@@ -188,10 +188,7 @@ def trace_case(share: Share, work: Work, asked: Asked) -> dict[str, Any]:
         "bench": "trace",
         "name": share.spec.name,
         "case": {"tp": mesh.size, "layers": share.spec.num_layers, **case_of(asked)},
-        "batch": work.batch,
-        "context": work.context,
-        "k": work.num_drafts,
-        "distinct_experts": work.distinct_experts,
+        **work.fields,
         "context_synthetic": True,
         "correct": None,
     }

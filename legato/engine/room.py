@@ -1,12 +1,13 @@
 """How many tokens the caches hold beside the weights in the memory of a GPU, or in the share of it that was given for both.
 
-Owns that arithmetic, from the checkpoint's headers alone: it is done before anything is loaded. Must not touch a device. Called
+Owns that arithmetic, which is done before anything is loaded. Must not touch a device or know how weights are counted. Called
 by `legato.engine.start`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from legato.config import PAGE_SIZE, Config, ConfigError, Resolved
@@ -31,16 +32,20 @@ def bytes_per_token(spec: ModelSpec, settings: Resolved) -> int:
     return latent + cache.index_keys // (spec.index_dim + 4) * 4 * spec.index_dim
 
 
-def within_memory(settings: Resolved, config: Config, spec: ModelSpec, weight_bytes: int, gpu_bytes: int) -> Resolved:
-    """`settings` with caches that, beside the `weight_bytes` of one rank, take the share of a GPU that `memory_fraction` names.
-    Without one they are as large as they were, if weights and caches keep within `DEFAULT_FRACTION` so, else as large as that
-    allows. A context that nobody asked for is lowered to what the caches hold. A number of tokens that was given stands.
+def within_memory(
+    settings: Resolved, config: Config, spec: ModelSpec, weigh: Callable[[], int], gpu_bytes: int
+) -> Resolved:
+    """`settings` with caches that, beside one rank's weights, take the share of a GPU that `memory_fraction` names. Without
+    one they are as large as they were, if weights and caches keep within `DEFAULT_FRACTION` so, else as large as that allows. A
+    context that nobody asked for is lowered to what the caches hold. A number of tokens that was given stands: then nothing is
+    weighed. `weigh`: the bytes of a rank's weights, for which all headers are read.
 
     Raises:
         ConfigError: there is no room for the context, or for anything.
     """
     if config.cache.tokens is not None:
         return settings
+    weight_bytes = weigh()
     fraction = DEFAULT_FRACTION if config.cache.memory_fraction is None else config.cache.memory_fraction
     free = round(fraction * gpu_bytes) - weight_bytes
     tokens = max(free, 0) // (bytes_per_token(spec, settings) * PAGE_SIZE) * PAGE_SIZE

@@ -9,6 +9,7 @@ import importlib
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,8 +102,8 @@ def load_rank(
             raise ConfigError("memory_fraction is the share of a GPU's memory; on a CPU give --cache-tokens")
     else:
         itemsize = dtype.itemsize if resident is Residency.DENSE else None
-        weight_bytes = weights_per_rank(checkpoint, spec, mesh.size, itemsize)
-        settings = within_memory(settings, config, spec, weight_bytes, _least_memory(settings.device, mesh.size))
+        weigh = partial(weights_per_rank, checkpoint, spec, mesh.size, itemsize)
+        settings = within_memory(settings, config, spec, weigh, _least_memory(settings.device, mesh.size))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.device != "cpu":

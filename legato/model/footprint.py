@@ -1,7 +1,7 @@
 """The memory plan of a checkpoint: bytes per rank and part, cache bytes per token, longest context per number of GPUs.
 
 Owns the arithmetic, from headers alone. Must not read data, start anything or print (`legato.model.footprint_text`
-does). Called by `legato plan` and `legato.engine.room`.
+does). Called by `legato plan` and where an engine starts.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def checkpoint() -> Checkpoint:
 def settled(checkpoint: Checkpoint, config: Config, ranks: int = 1) -> Resolved:
     spec = stored_spec(checkpoint)
     settings = resolve(config, max_position=spec.max_position, has_mtp=True, cuda_available=True)
-    return within_memory(settings, config, spec, weights_per_rank(checkpoint, spec, ranks, None), GPU_BYTES)
+    return within_memory(settings, config, spec, lambda: weights_per_rank(checkpoint, spec, ranks, None), GPU_BYTES)
 
 
 @pytest.mark.parametrize(("latent", "index"), PER_TOKEN)
@@ -71,7 +71,7 @@ def test_where_nothing_is_said_caches_are_no_larger_than_there_is_room(checkpoin
 
     def within(config: Config, gpu_bytes: int) -> tuple[Resolved, Resolved]:
         settings = resolve(config, max_position=spec.max_position, has_mtp=True, cuda_available=True)
-        return settings, within_memory(settings, config, spec, weight_bytes, gpu_bytes)
+        return settings, within_memory(settings, config, spec, lambda: weight_bytes, gpu_bytes)
 
     wanted, large = within(Config(), 150 * 10**9)
     assert large == wanted

@@ -181,7 +181,7 @@ def validate_server(
 def doctor(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OP]...", help="Only these ops; by default all.", show_default=False),
+        typer.Argument(metavar="[OP]...", help="Only these ops, or folders of ops; by default all.", show_default=False),
     ] = None,
     device: options.Device = "auto",
     output: Annotated[Literal["text", "json"], typer.Option(help="text, or JSON on stdout.")] = "text",

@@ -97,14 +97,14 @@ def machine(device: torch.device) -> Iterator[Finding]:
 
 
 def health(device: torch.device, only: Sequence[str] = ()) -> Iterator[OpHealth]:
-    """Every op (or those named) on its small cases and, on a GPU, on a few of production size, and the time of the largest one:
-    enough to find what is broken on a machine in a minute. The GPU tests run every case."""
+    """Every op (or those named, alone or by their folder) on its small cases and, on a GPU, on a few of production size, and the
+    time of the largest one: enough to find what is broken on a machine in a minute. The GPU tests run every case."""
     target = target_of(device)
     if target is not None:
         implemented(target)
     by_op: dict[str, list[Case]] = {}
     for case in cases():
-        if not only or case.op.name in only:
+        if not only or case.op.name in only or case.op.folder in only:
             by_op.setdefault(case.op.name, []).append(case)
     for name, listed in by_op.items():
         small = [case for case in listed if case.on == "any"]

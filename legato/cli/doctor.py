@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,7 @@ from rich.table import Table
 from legato.bench.doctor import Finding, OpHealth, health, machine
 from legato.cli.bench import device_named
 from legato.config import ConfigError
+from legato.ops.catalog import FOLDERS
 from legato.ops.op import registered
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]fault[/]"}
@@ -22,12 +24,14 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fault": "[red]fault[
 def run(device_name: str, only: Sequence[str], output: str) -> bool:
     """Examines this machine. False if something is broken: a package that is needed is missing, or an op is wrong.
 
-    Raises ConfigError for a device that is not there and for ops that do not exist.
+    `only`: ops and folders of ops; none: all. Raises ConfigError for a device that is not there and for ops that do not exist.
     """
-    known = {op.name for op in registered()}
+    known = {op.name for op in registered()} | set(FOLDERS)
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise ConfigError(f"no op is called {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        near = get_close_matches(unknown[0], known)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the folders are {', '.join(FOLDERS)}"
+        raise ConfigError(f"no op or folder of ops is called {unknown[0]!r}; {hint}")
     device = device_named(device_name)
     findings = list(machine(device))
     console = Console(stderr=output == "json")
@@ -55,10 +59,12 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def _show_ops(console: Console, ops: Sequence[OpHealth]) -> None:
-    table = Table("op", "serves here", "cases right", "us", "% roofline", "on", box=None)
+    table = Table("op", "serves here", "cases right", box=None)
     table.columns[0].no_wrap = True
-    for column in table.columns[3:5]:
-        column.justify = "right"
+    table.add_column("us", justify="right")
+    if roofline := any(one.roofline_percent is not None for one in ops):
+        table.add_column("% roofline", justify="right")
+    table.add_column("on", no_wrap=True)
     for one in ops:
         right = f"{one.num_cases - len(one.wrong)} of {one.num_cases}"
         table.add_row(
@@ -66,7 +72,7 @@ def _show_ops(console: Console, ops: Sequence[OpHealth]) -> None:
             one.implementation,
             right if not one.wrong else f"[red]{right}[/]",
             f"{one.spread.median_us:.1f}" if one.spread else "",
-            f"{one.roofline_percent:.0f}" if one.roofline_percent is not None else "",
+            *([f"{one.roofline_percent:.0f}" if one.roofline_percent is not None else ""] if roofline else []),
             one.timed.name.removeprefix(one.name).strip(),
         )
     console.print(table)

@@ -77,4 +77,9 @@ def test_missing_packages_and_folders_come_with_the_fix(monkeypatch: pytest.Monk
 
 def test_unknown_ops_are_refused() -> None:
     result = CliRunner().invoke(app, ["doctor", "nonsense"])
-    assert result.exit_code != 0 and "nonsense" in str(result.exception)
+    assert result.exit_code != 0 and "nonsense" in str(result.exception) and "select" in str(result.exception)
+    assert "did you mean swiglu" in str(CliRunner().invoke(app, ["doctor", "swigul"]).exception)
+
+
+def test_a_folder_stands_for_its_ops() -> None:
+    assert [one.name for one in doctor.health(CPU, ["select"])] == ["top_k"]

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -70,26 +72,35 @@ def measure_ranks(num_ranks: int) -> list[Collective]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    here = [sys.executable, "-m", "legato.bench.collective_rank"]
+    printed = outputs([[*here, str(rank), str(num_ranks), str(port)] for rank in range(num_ranks)], _SECONDS)
+    return slowest([[json.loads(line) for line in lines.splitlines()] for lines in printed])
+
+
+def outputs(commands: Sequence[Sequence[str]], seconds: float) -> list[str]:
+    """What each command prints; they run at once and may wait for each other, so each is read while it runs.
+
+    Raises BenchError where one fails or is not done after `seconds`; none outlives the call.
+    """
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "legato.bench.collective_rank", str(rank), str(num_ranks), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
     ]
     try:
-        printed = [rank.communicate(timeout=_SECONDS) for rank in ranks]
+        with ThreadPoolExecutor(len(ranks)) as readers:
+            printed = list(readers.map(_read_whole, ranks, repeat(seconds)))
     except subprocess.TimeoutExpired as error:
-        raise BenchError(f"a rank was not done after {_SECONDS:.0f} s") from error
-    finally:
-        for rank in ranks:
-            rank.kill()
+        raise BenchError(f"a rank was not done after {seconds:.0f} s") from error
     for number, (rank, (_, errors)) in enumerate(zip(ranks, printed, strict=True)):
         if rank.returncode:
             raise BenchError(f"rank {number} failed: {errors.strip()[-600:]}")
-    return slowest([[json.loads(line) for line in lines.splitlines()] for lines, _ in printed])
+    return [lines for lines, _ in printed]
+
+
+def _read_whole(rank: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    try:
+        return rank.communicate(timeout=seconds)
+    finally:
+        rank.kill()
 
 
 def slowest(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[Collective]:

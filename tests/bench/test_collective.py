@@ -1,8 +1,11 @@
 """The benchmark of collectives without a GPU: what is made of the ranks' figures, and what is refused."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from legato.bench.collective import measure_ranks, slowest
+from legato.bench.collective import measure_ranks, outputs, slowest
 from legato.bench.ops import BenchError
 from legato.cli.bench import bench_ranks
 from legato.config import ConfigError
@@ -49,3 +52,19 @@ def test_more_ranks_than_gpus_are_refused(ranks: int) -> None:
 def test_only_the_folder_of_sums_has_ranks() -> None:
     with pytest.raises(ConfigError, match="legato bench ops reduce --ranks N"):
         bench_ranks(["gemm"], 2, None)
+
+
+def test_ranks_that_wait_for_each_other_may_print_more_than_a_pipe_holds(tmp_path: Path) -> None:
+    waits = (
+        f"import time; from pathlib import Path\nwhile not Path({str(tmp_path / 'done')!r}).exists(): time.sleep(0.01)"
+    )
+    prints = f"from pathlib import Path; print('x' * 300_000); Path({str(tmp_path / 'done')!r}).touch()"
+    first, second = outputs([[sys.executable, "-c", waits], [sys.executable, "-c", prints]], 30)
+    assert (len(first), len(second.strip())) == (0, 300_000)
+
+
+def test_a_rank_that_fails_or_does_not_end_is_an_error() -> None:
+    with pytest.raises(BenchError, match="rank 0 failed: no device"):
+        outputs([[sys.executable, "-c", "raise SystemExit('no device')"]], 30)
+    with pytest.raises(BenchError, match="not done after 0 s"):
+        outputs([[sys.executable, "-c", "import time; time.sleep(60)"]], 0.2)

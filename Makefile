@@ -28,7 +28,7 @@ help:
 
 demo: $(VENV)/.installed
 	printf 'def fibonacci(n):\n' | $(BIN)/legato generate --max-tokens 256 --temperature 0 -
-	printf 'import heapq\n\n\nclass PriorityQueue:\n    """The smallest item comes out first."""\n\n' \
+	printf 'def binary_search(items, value):\n    """Returns the index of value in items, or -1."""\n' \
 	  | $(BIN)/legato generate --max-tokens 256 --temperature 0 -
 
 check: lint types imports test

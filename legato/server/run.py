@@ -41,6 +41,10 @@ T = TypeVar("T")
 LINGER_S = 3
 """Seconds that open connections get to close once nothing runs any more."""
 
+IDLE_S = 120
+"""Seconds that a connection stays open between two requests: longer than clients and proxies keep theirs (httpx 5, nginx and AWS
+load balancers 60, Go 90), for whoever closes first must not be the one that does not know of a request under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -106,6 +110,7 @@ async def serve(
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=LINGER_S,
             ssl_certfile=settings.listen.certfile,
             ssl_keyfile=settings.listen.keyfile,

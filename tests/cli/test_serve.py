@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -189,6 +190,17 @@ def test_the_page_is_open_and_its_numbers_are_not(served: Served) -> None:
     assert served.ask("/metrics.json", key=None)[0] == 401
     seen = json.loads(served.ask("/metrics.json")[1])
     assert seen["model"] == "legato-small" and seen["num_drafts"] == 5 and seen["engine"]["total_pages"] > 0
+
+
+def test_a_connection_outlives_the_patience_of_its_client(served: Served) -> None:
+    """Clients close an idle connection after 5 s; had the server done so, a request on its way would be lost."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    connection.request("GET", "/ping")
+    connection.getresponse().read()
+    first = connection.sock
+    time.sleep(6)
+    connection.request("GET", "/ping")
+    assert connection.getresponse().status == 200 and connection.sock is first
 
 
 def test_a_port_in_use_is_refused_at_once(served: Served) -> None:

@@ -113,7 +113,6 @@ def router(service: Service) -> APIRouter:
     for path in ("/health", "/ready", "/readyz", "/v1/health"):
         name = path.strip("/").replace("/", "_")
         routes.add_api_route(path, ready, response_model=Health, responses=unable, operation_id=name)
-        routes.add_api_route(path, ready, methods=["HEAD"], include_in_schema=False)
 
     @routes.get("/ping", response_model=Alive)
     async def ping() -> Response:
@@ -135,8 +134,6 @@ def router(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(service.metrics.render(), headers={"content-type": service.metrics.CONTENT_TYPE})
-
-    routes.add_api_route("/metrics", metrics, methods=["HEAD"], include_in_schema=False)
 
     @routes.get("/version", response_model=Version, responses=errors)
     async def version() -> Response:

@@ -47,6 +47,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the head of what GET brings; the body is left out below this application
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get("x-request-id"))
         # `write`: for what follows the start of a reply, which the layers between here and a route only pass on.

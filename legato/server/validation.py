@@ -260,6 +260,9 @@ class JsonRoute(APIRoute):
                     raise HTTPException(
                         415, f"the body must be application/json, got {kind[:SHOWN] or 'no content type'}"
                     )
+                coding = request.headers.get("content-encoding", "identity").strip().lower()
+                if coding != "identity":
+                    raise HTTPException(415, f"the body must come as it is, got the content encoding {coding[:SHOWN]}")
             strict = JsonRequest(request.scope, request.receive)
             if takes_body:
                 await strict.body()  # FastAPI would make a bad request of a client that leaves before its end

@@ -35,6 +35,22 @@ def test_a_client_of_http_1_0_gets_no_chunks(server: Server) -> None:
     assert f"content-length: {len(body)}" in head and json.loads(body)["choices"]
 
 
+def test_the_head_of_every_page_can_be_asked_for(server: Server) -> None:
+    for path in ("/", "/v1/models", "/metrics", "/openapi.json"):
+        head, page = server.http.head(path), server.http.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == page.headers["content-type"] and int(head.headers["content-length"]) > 0
+    assert server.http.head("/v1/chat/completions").status_code == 405
+    assert server.http.get("/ping").status_code == 200, "the connection has not lost its place"
+
+
+def test_an_encoded_body_is_refused_by_its_encoding(server: Server) -> None:
+    reply = server.http.post("/v1/chat/completions", json={"messages": HI}, headers={"content-encoding": "gzip"})
+    assert "gzip" in error_of(reply, 415)["message"]
+    identity = {"content-encoding": "identity"}
+    assert server.http.post("/v1/chat/completions", json={"messages": HI}, headers=identity).status_code == 200
+
+
 def test_a_bias_is_given_once(server: Server) -> None:
     error = error_of(server.chat(logit_bias={"05": 1, "5": 2}), 400)
     assert error["param"] == "logit_bias.05"

@@ -180,10 +180,22 @@ def _copies_that_fit(case: Case, values: Sequence[Any], device: torch.device) ->
     comes again."""
     if device.type != "cuda":
         return 1
-    size = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    size = sum(tensor.nbytes for value in values for tensor in _tensors(value))
     free = torch.cuda.mem_get_info(device)[0] // 2
     cold = math.ceil(COLD_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size / max(case.bytes, 1))
     return max(cold, free // max(size, 1), 1)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """What `_copy` makes anew: a weight may be kept in several forms."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from _tensors(getattr(value, part.name))
 
 
 def _copy(value: Any) -> Any:

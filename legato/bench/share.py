@@ -97,6 +97,7 @@ def loaded(
         progress=progress,
         mesh=mesh,
         again=again,
+        inventory=inventory,
     )
     formats = {name: stored.format for name, stored in inventory.linears.items()}
     return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, again, weights))

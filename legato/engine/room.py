@@ -38,7 +38,7 @@ def within_memory(
     """`settings` with caches that, beside one rank's weights, take the share of a GPU that `memory_fraction` names. Without
     one they are as large as they were, if weights and caches keep within `DEFAULT_FRACTION` so, else as large as that allows. A
     context that nobody asked for is lowered to what the caches hold. A number of tokens that was given stands: then nothing is
-    weighed. `weigh`: the bytes of a rank's weights, for which all headers are read.
+    weighed. `weigh`: the bytes of a rank's weights.
 
     Raises:
         ConfigError: there is no room for the context, or for anything.

@@ -9,7 +9,6 @@ import importlib
 import logging
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +20,8 @@ from legato.engine.room import within_memory
 from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.footprint import weights_per_rank
-from legato.model.inventory import stored_spec
-from legato.model.lean import DraftWeights
+from legato.model.inventory import stored_spec, survey
+from legato.model.lean import DraftWeights, added_bytes
 from legato.model.requantization import DenseFormat, Requantization
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
@@ -97,12 +96,18 @@ def load_rank(
     # Kernels read weights as stored. References would dequantise them at every call: they are given dense ones.
     resident = Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE
     dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+    drafts = _drafts(settings.draft_weights, resident)
+    inventory = survey(checkpoint, spec)
     if settings.device == "cpu":
         if config.cache.memory_fraction is not None:
             raise ConfigError("memory_fraction is the share of a GPU's memory; on a CPU give --cache-tokens")
     else:
         itemsize = dtype.itemsize if resident is Residency.DENSE else None
-        weigh = partial(weights_per_rank, checkpoint, spec, mesh.size, itemsize)
+
+        def weigh() -> int:
+            beside = added_bytes(spec, drafts, mesh.size, dtype.itemsize)
+            return beside + weights_per_rank(inventory, spec, mesh.size, itemsize)
+
         settings = within_memory(settings, config, spec, weigh, _least_memory(settings.device, mesh.size))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -123,7 +128,8 @@ def load_rank(
         resident=resident,
         progress=progress,
         mesh=mesh,
-        again=Requantization(_drafts(settings.draft_weights, resident), DenseFormat(settings.dense_format)),
+        again=Requantization(drafts, DenseFormat(settings.dense_format)),
+        inventory=inventory,
     )
     LOG.info("weights: %.1f s", time.perf_counter() - began)
     return Loaded(spec, weights, settings)

@@ -184,10 +184,9 @@ def bytes_per_rank(entry: Expected, stored: Format | None, ranks: int) -> int:
     return _bytes_per_rank(_Alike("", stored, entry.shape, entry.split, _widened(entry)), ranks)
 
 
-def weights_per_rank(checkpoint: Checkpoint, spec: ModelSpec, ranks: int, itemsize: int | None) -> int:
+def weights_per_rank(inventory: Inventory, spec: ModelSpec, ranks: int, itemsize: int | None) -> int:
     """Bytes of one rank's weights on its device: in the formats of the checkpoint (`itemsize` None), or dequantised to so many
     bytes per element. What the checkpoint lacks counts nothing: loading says so."""
-    inventory = survey(checkpoint, spec)
     total = 0
     for key, (count, _) in _alike(spec, inventory, expected(spec)).items():
         if itemsize is not None:

@@ -22,7 +22,7 @@ from legato.model.spec import ModelSpec
 from legato.ops import rms_norm
 from legato.parallel.mesh import Mesh
 from legato.quant.dense import DenseExperts, DenseWeight, Triple
-from legato.quant.formats import NVFP4_GROUP, Format
+from legato.quant.formats import NVFP4_GROUP, Format, resident_bytes
 from legato.quant.fp8_block import quantize_fp8_block
 from legato.quant.nvfp4 import Nvfp4Experts, quantize_nvfp4
 from legato.quant.weight import Experts, Weight
@@ -137,6 +137,22 @@ class DraftHead:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+
+def added_bytes(spec: ModelSpec, drafts: DraftWeights, ranks: int, itemsize: int) -> int:
+    """Bytes that a rank's drafts take beside the checkpoint's weights: the table (`itemsize` bytes per element), and a head of
+    their own. Where the projection or the head is quantised already they are fewer."""
+    if not spec.has_mtp:
+        return 0
+    is_split = Saving.SPLIT in drafts.savings and spec.hidden_size % ranks == 0
+    table = spec.vocab_size * spec.hidden_size * itemsize // (ranks if is_split else 1)
+    rows = len(drafts.vocabulary) or spec.vocab_size
+    rows = -(-rows // (ranks * _ROWS)) * _ROWS
+    head = rows * spec.hidden_size * itemsize
+    if Saving.HEAD in drafts.savings:
+        head = resident_bytes(Format.FP8_BLOCK, rows, spec.hidden_size)
+    has_head = Saving.HEAD in drafts.savings or drafts.vocabulary
+    return (table if Saving.TABLE in drafts.savings else 0) + (head if has_head else 0)
 
 
 def draft_head(

@@ -2,18 +2,21 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from legato.__main__ import app
+from legato.bench import ops as bench_ops
 from legato.bench.ops import BenchError, chosen, described, measure, measure_one
 from legato.bench.record import MEASURED_BANDWIDTH, floor_us
 from legato.bench.timing import Spread, time_calls
 from legato.ops import linear_bf16, rms_norm
 from legato.ops.catalog import cases
 from legato.ops.op import Implementation
+from legato.quant.dense import DenseWeight
 
 CPU = torch.device("cpu")
 REQUIRED = {
@@ -100,3 +103,11 @@ def test_percentiles() -> None:
 def test_times_are_per_call_and_results_are_those_of_the_timed_run() -> None:
     spread, results = time_calls([lambda: 1, lambda: 2], CPU)
     assert results == [1, 2] and spread.method == "cpu" and spread.median_us < 1e4
+
+
+def test_weights_kept_in_several_forms_count_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is copied so that calls do not find each other's inputs in the cache must fit half of the free memory."""
+    form = DenseWeight(torch.zeros(100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (16_000, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=0))
+    assert bench_ops._copies_that_fit(cases()[0], [(form, torch.zeros(50)), form, 3], torch.device("cuda")) == 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +23,9 @@ from legato.engine.room import within_memory
 from legato.engine.start import _least_memory, load_rank, open_checkpoint
 from legato.model.checkpoint import Checkpoint
 from legato.model.footprint import plan, weights_per_rank
-from legato.model.inventory import stored_spec
+from legato.model.inventory import stored_spec, survey
+from legato.model.lean import DraftWeights, Saving, added_bytes
+from legato.model.requantization import AS_STORED, Requantization
 from legato.model.weights import Residency, load_weights
 
 GPU_BYTES = 400_000_000
@@ -39,7 +41,8 @@ def checkpoint() -> Checkpoint:
 def settled(checkpoint: Checkpoint, config: Config, ranks: int = 1) -> Resolved:
     spec = stored_spec(checkpoint)
     settings = resolve(config, max_position=spec.max_position, has_mtp=True, cuda_available=True)
-    return within_memory(settings, config, spec, lambda: weights_per_rank(checkpoint, spec, ranks, None), GPU_BYTES)
+    inventory = survey(checkpoint, spec)
+    return within_memory(settings, config, spec, lambda: weights_per_rank(inventory, spec, ranks, None), GPU_BYTES)
 
 
 @pytest.mark.parametrize(("latent", "index"), PER_TOKEN)
@@ -67,7 +70,7 @@ def test_a_context_that_was_asked_for_must_fit(checkpoint: Checkpoint) -> None:
 
 def test_where_nothing_is_said_caches_are_no_larger_than_there_is_room(checkpoint: Checkpoint) -> None:
     spec = stored_spec(checkpoint)
-    weight_bytes = weights_per_rank(checkpoint, spec, 1, None)
+    weight_bytes = weights_per_rank(survey(checkpoint, spec), spec, 1, None)
 
     def within(config: Config, gpu_bytes: int) -> tuple[Resolved, Resolved]:
         settings = resolve(config, max_position=spec.max_position, has_mtp=True, cuda_available=True)
@@ -88,8 +91,28 @@ def test_dequantised_weights_count_what_they_take(checkpoint: Checkpoint, dtype:
     spec = stored_spec(checkpoint)
     loaded = load_weights(checkpoint, spec, device="cpu", dtype=dtype, resident=Residency.DENSE)
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages(loaded)}.values())
-    counted = weights_per_rank(checkpoint, spec, 1, dtype.itemsize)
+    counted = weights_per_rank(survey(checkpoint, spec), spec, 1, dtype.itemsize)
     assert abs(counted - held) < 0.02 * held, (counted, held)
+
+
+@pytest.mark.parametrize("text", ["table,head", "head,vocabulary=1000"])
+def test_what_drafts_add_counts(checkpoint: Checkpoint, text: str) -> None:
+    spec, drafts = stored_spec(checkpoint), DraftWeights.parse(text)
+
+    def held(again: Requantization) -> int:
+        made = load_weights(
+            checkpoint, spec, device="cpu", dtype=torch.bfloat16, resident=Residency.STORED, again=again
+        )
+        assert made.mtp is not None
+        return sum({one.data_ptr(): one.nbytes() for one in storages((made.mtp.eh_proj, made.draft_head))}.values())
+
+    added = held(Requantization(drafts)) - held(AS_STORED)
+    counted = added_bytes(spec, drafts, 1, 2)
+    halved = spec.hidden_size**2 * 2 if Saving.TABLE in drafts.savings else 0
+    assert abs(counted - (added + halved)) < 10_000 and counted > 256_000, (counted, added)
+    split = added_bytes(spec, DraftWeights.FASTEST, 4, 2)
+    assert split == added_bytes(spec, DraftWeights.FASTEST, 1, 2) // 4
+    assert added_bytes(replace(spec, has_mtp=False), drafts, 1, 2) == added_bytes(spec, DraftWeights.STORED, 1, 2) == 0
 
 
 def storages(value: object) -> Iterator[torch.UntypedStorage]:

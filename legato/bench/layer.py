@@ -20,7 +20,6 @@ from legato.bench.share import Share
 from legato.bench.steady import SliceError, Work, steady
 from legato.bench.timing import Spread, count_launches, time_calls
 from legato.bench.trace import Span, Trace
-from legato.model.attention import planned
 from legato.model.layer import decoder_layer
 from legato.model.spec import IndexerKind, ModelSpec
 from legato.model.step import LayerCache, Selection, Step
@@ -86,7 +85,7 @@ def measure(share: Share, work: Work, kind: IndexerKind, device: torch.device) -
     standing = steady(share, work, device, graphs="off")
     runner = standing.runner
     batch = build_batch(standing.plan, runner.rows, spec).within(runner.settings.score_bytes)
-    step = planned(batch.step, spec.index_topk)
+    step = batch.step
     rows = _Rows(share, step, runner.iteration.caches)
     generator = torch.Generator(device).manual_seed(0)
     shape = (step.positions.shape[0], layers[0].input_norm.shape[0])

@@ -53,6 +53,8 @@ def attention(
     """
     indexer = weights.indexer
     qkv = weights.qkv.linear(x)
+    if selection is None:
+        plan(step, spec.index_topk)
     q = weights.q.linear_normed(qkv[:, : spec.q_lora_rank], weights.q_norm, spec.latent_eps)
     norm, places = LatentNorm(weights.kv_norm, spec.latent_eps), Places(step.cos, step.sin, step.slots)
     if selection is not None:
@@ -104,16 +106,14 @@ def shared(selection: Selection, step: Step, heads: int, num_pages: int) -> Sele
     return replace(selection, together=Together(num_rows, tokens, lengths, masks))
 
 
-def planned(step: Step, index_topk: int) -> Step:
-    """The step with the plans that the indexers of all layers share."""
-    if step.score_plans:
-        return step
+def plan(step: Step, index_topk: int) -> None:
+    """Makes the plans of a step's rows, unless there are some. Behind a product, whose time hides it: since a product starts
+    nothing before what it reads is complete, so are the requests and lengths that its rows were made from."""
+    if step.plans.scores:
+        return
     parts = [(step.request[part], step.lengths[part]) for part in _scored_at_a_time(step)]
-    return replace(
-        step,
-        score_plans=tuple(index_scores.plan(step.page_table, *rows) for rows in parts),
-        select_plans=tuple(top_k.plan(lengths, request, index_topk) for request, lengths in parts),
-    )
+    step.plans.scores = tuple(index_scores.plan(step.page_table, *rows, settled=True) for rows in parts)
+    step.plans.selections = tuple(top_k.plan(lengths, request, index_topk) for request, lengths in parts)
 
 
 def _scored_at_a_time(step: Step) -> list[slice]:
@@ -139,7 +139,7 @@ def select(q: Tensor, gates: Tensor, keys: Tensor, step: Step, index_topk: int) 
     tiles = _scored_at_a_time(step)
     parts: list[tuple[Tensor, Tensor]] = []
     unplanned = [None] * len(tiles)
-    plans = zip(tiles, step.score_plans or unplanned, step.select_plans or unplanned, strict=True)
+    plans = zip(tiles, step.plans.scores or unplanned, step.plans.selections or unplanned, strict=True)
     for tile, score_plan, select_plan in plans:
         table, request, lengths = step.page_table, step.request[tile], step.lengths[tile]
         scores = index_scores(q[tile], gates[tile], keys, table, request, lengths, score_plan)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from legato.model.attention import planned
 from legato.model.layer import decoder_layer
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
@@ -58,8 +57,7 @@ class Glm:
 
     def through(self, rows: Midway, step: Step, caches: Sequence[LayerCache], stop: int) -> Midway:
         """The same rows after the layers up to `stop`, which store on the way; the rest may follow later."""
-        spec, step = self.spec, planned(step, self.spec.index_topk)
-        norms = self._norms
+        spec, norms = self.spec, self._norms
         h, normed, selection = rows.h, rows.normed, rows.selection
         for index in range(rows.depth, stop):
             reused = selection if spec.indexer_kinds[index] == "shared" else None

@@ -5,7 +5,7 @@ Values only, passed down from layer to layer; IndexShare is one of them (`Select
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,6 +25,15 @@ class Prompt:
     pages: Tensor
 
 
+@dataclass(slots=True)
+class Plans:
+    """What the indexers of all layers that see the same rows share, one for each part of the rows that is scored at a time:
+    what `index_scores.plan` and `top_k.plan` made. Empty until the first layer has made them."""
+
+    scores: tuple[Tensor | None, ...] = ()
+    selections: tuple[Tensor | None, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Rows of one forward pass, ragged over requests.
@@ -37,9 +46,7 @@ class Step:
         slots: [T] int32 cache slots that the row's latent and index key are stored in; -1 stores nothing.
         cos, sin: [T, R/2] float32 rotary tables at `positions`.
         score_bytes: most memory for the index scores of a layer; rows are scored a few at a time to keep to it.
-        score_plans: what `index_scores.plan` made of these very rows for all layers of a forward, one for each part of them
-            that is scored at a time; none: each layer makes its own.
-        select_plans: what `top_k.plan` made of the same parts.
+        plans: of these very rows, for every layer that sees them, the draft layer's included.
         prompt: the request, where rows are so many of one that they had better share tokens.
     """
 
@@ -51,8 +58,7 @@ class Step:
     cos: Tensor
     sin: Tensor
     score_bytes: int = GPU_SCORE_BYTES
-    score_plans: tuple[Tensor | None, ...] = ()
-    select_plans: tuple[Tensor | None, ...] = ()
+    plans: Plans = field(default_factory=Plans)
     prompt: Prompt | None = None
 
     def rows(self, rows: slice) -> Step:

@@ -462,12 +462,12 @@ template <bool MAXIMUM> __device__ __forceinline__ int scan(int value, int* scra
 }
 
 extern "C" __global__ void __launch_bounds__(PLANNERS, 1)
-plan_scores(const int* page_table, int table_width, const int* request, const int* lengths, int rows, int blocks, int* plan) {
+plan_scores(const int* page_table, int table_width, const int* request, const int* lengths, int rows, int blocks, int settled, int* plan) {
     __shared__ int scratch[3][32];
     __shared__ int carried[3];
     int4* windows = (int4*)(plan + blocks * RECORD);
     if (threadIdx.x == 0) carried[0] = 0, carried[1] = 0, carried[2] = 0;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!settled) asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     __syncthreads();
     for (int top = 0; top < rows; top += PLANNERS) {
@@ -510,4 +510,6 @@ plan_scores(const int* page_table, int table_width, const int* request, const in
         }
         record[HEADER + lane] = lane < count ? __ldg(page_table + (u64)window.y * table_width + first + lane) : -1;
     }
+    // What comes next takes the end of this launch for the end of the one before it as well.
+    if (settled) asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -73,20 +73,21 @@ class _Maps:
 _MAPS = _Maps()
 
 
-def plan_scores(page_table: Tensor, request: Tensor, lengths: Tensor) -> Tensor:
+def plan_scores(page_table: Tensor, request: Tensor, lengths: Tensor, settled: bool = False) -> Tensor:
     """Which pages of which windows each SM scores, for `index_scores` calls with the same three arguments.
 
     page_table [B, P] int32, request [T] int32, lengths [T] int32 -> int32 [n], to be passed on as it is. Adjacent rows
     of one request form windows of up to eight; the windows' pages, end to end, are cut into equal runs, one per SM.
-    Everything is read on the device, so a captured graph serves every length. Raises ValueError for an argument of
-    another type, or one with gaps.
+    Everything is read on the device, so a captured graph serves every length. `settled`: what made the three is complete when
+    whatever was launched last lets the next begin (a product does so), and the plan is made while that still runs. Raises
+    ValueError for an argument of another type, or one with gaps.
     """
     for tensor, name in ((page_table, "page_table"), (request, "request"), (lengths, "lengths")):
         _check(tensor, torch.int32, name)
     (blocks,) = _launch(page_table.device).grid
     rows = request.shape[0]
     plan = torch.empty(blocks * RECORD_WORDS + rows * WINDOW_WORDS, dtype=torch.int32, device=page_table.device)
-    PLAN(_PLAN_LAUNCH, page_table, page_table.shape[1], request, lengths, rows, blocks, plan)
+    PLAN(_PLAN_LAUNCH, page_table, page_table.shape[1], request, lengths, rows, blocks, int(settled), plan)
     return plan
 
 

@@ -201,7 +201,6 @@ def bench_trace(
     run(flags.engine(), Wanted(batch, context, iterations, temperature), folder, json, kernels)
 
 
-NumList = Annotated[str, typer.Option(help="Numbers separated by commas.")]
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf (needs matplotlib).", show_default=False)
 ]

@@ -79,7 +79,6 @@ class Checkpoint:
 
     source: Source
     config: dict[str, Any]
-    generation_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     _handles: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
@@ -108,8 +107,7 @@ class Checkpoint:
                     )
                 ]
             )
-        generation = _json_object(source, "generation_config.json") or {}
-        return cls(source, config, generation, _collect(source, _shards(source)))
+        return cls(source, config, _collect(source, _shards(source)))
 
     @property
     def label(self) -> str:

@@ -15,7 +15,7 @@ from legato.ops.experts import moe_bf16
 from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_swiglu
 from legato.ops.op import Op
 from legato.quant.formats import Format
-from legato.quant.weight import ScaleFault, Weight
+from legato.quant.weight import ScaleFault, StackedExperts, Weight
 
 Triple = tuple[Weight, Weight, Weight]
 """Gate, up and down projection of one expert."""
@@ -76,7 +76,7 @@ class DenseWeight:
 
 
 @dataclass(frozen=True)
-class DenseExperts:
+class DenseExperts(StackedExperts):
     """w13 [E, 2F, D] (gate rows, then up rows), w2 [E, D, F], bf16 or fp32."""
 
     w13: torch.Tensor
@@ -87,20 +87,8 @@ class DenseExperts:
         return Format.DENSE
 
     @property
-    def num_experts(self) -> int:
-        return self.w13.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes
-
-    @property
     def op(self) -> Op[..., torch.Tensor]:
         return moe_bf16
-
-    @property
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.w13, self.w2
 
     @cached_property
     def _packed(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from legato.ops.pointwise import swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
-from legato.quant.weight import ScaleFault
+from legato.quant.weight import ScaleFault, StackedExperts
 
 E4M3_MAX = 448.0
 
@@ -77,7 +77,7 @@ class Fp8BlockWeight:
 
 
 @dataclass(frozen=True)
-class Fp8BlockExperts:
+class Fp8BlockExperts(StackedExperts):
     """w13 e4m3 [E, 2F, D] with scales [E, 2F/128, ceil(D/128)], w2 e4m3 [E, D, F] with scales; F is a multiple of
     128."""
 
@@ -91,23 +91,8 @@ class Fp8BlockExperts:
         return Format.FP8_BLOCK
 
     @property
-    def num_experts(self) -> int:
-        return self.w13.shape[0]
-
-    @property
     def op(self) -> Op[..., torch.Tensor]:
         return moe_fp8_block
-
-    @property
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.w13, self.w13_scale_inv, self.w2, self.w2_scale_inv
-
-    @property
-    def nbytes(self) -> int:
-        return self.w13.nbytes + self.w13_scale_inv.nbytes + self.w2.nbytes + self.w2_scale_inv.nbytes
-
-    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_fp8_block(x, ids, weights, *self.stored)
 
     def dequantize(self, dtype: torch.dtype) -> DenseExperts:
         w13 = dequantize_fp8_block(self.w13, self.w13_scale_inv).to(dtype)

@@ -25,7 +25,7 @@ from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.nibbles import NibbleWeight
 from legato.quant.scales import float_fault, zero_fault
-from legato.quant.weight import ScaleFault
+from legato.quant.weight import ScaleFault, StackedExperts
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Int4Weight(NibbleWeight):
 
 
 @dataclass(frozen=True)
-class Int4Experts:
+class Int4Experts(StackedExperts):
     """w13 u8 [E, 2F, D/2], w13_scale [E, 2F, D/128], w2 u8 [E, D, F/2], w2_scale [E, D, F/128]."""
 
     w13: torch.Tensor
@@ -76,23 +76,8 @@ class Int4Experts:
         return Format.INT4_NIBBLES
 
     @property
-    def num_experts(self) -> int:
-        return self.w13.shape[0]
-
-    @property
     def op(self) -> Op[..., torch.Tensor]:
         return moe_int4
-
-    @property
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.w13, self.w13_scale, self.w2, self.w2_scale
-
-    @property
-    def nbytes(self) -> int:
-        return self.w13.nbytes + self.w13_scale.nbytes + self.w2.nbytes + self.w2_scale.nbytes
-
-    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_int4(x, ids, weights, *self.stored)
 
     def dequantize(self, dtype: torch.dtype) -> DenseExperts:
         w13 = dequantize_int4(self.w13, self.w13_scale).to(dtype)

@@ -21,7 +21,7 @@ from legato.ops.pointwise import rms_norm, swiglu
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import NVFP4_GROUP, Format
 from legato.quant.nibbles import NibbleWeight
-from legato.quant.weight import ScaleFault
+from legato.quant.weight import ScaleFault, StackedExperts
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -69,7 +69,7 @@ class Nvfp4Weight(NibbleWeight):
 
 
 @dataclass(frozen=True)
-class Nvfp4Experts:
+class Nvfp4Experts(StackedExperts):
     """w13 u8 [E, 2F, D/2], w13_scale e4m3 [E, 2F, D/16], w13_scale_2 fp32 [E, 2] (gate, up), w2 u8 [E, D, F/2],
     w2_scale e4m3 [E, D, F/16], w2_scale_2 fp32 [E]. Gate and up keep their own global scales."""
 
@@ -85,24 +85,8 @@ class Nvfp4Experts:
         return Format.NVFP4
 
     @property
-    def num_experts(self) -> int:
-        return self.w13.shape[0]
-
-    @property
     def op(self) -> Op[..., torch.Tensor]:
         return moe_nvfp4
-
-    @property
-    def stored(self) -> tuple[torch.Tensor, ...]:
-        return self.w13, self.w13_scale, self.w13_scale_2, self.w2, self.w2_scale, self.w2_scale_2
-
-    @property
-    def nbytes(self) -> int:
-        scales = (self.w13_scale, self.w13_scale_2, self.w2_scale, self.w2_scale_2)
-        return self.w13.nbytes + self.w2.nbytes + sum(scale.nbytes for scale in scales)
-
-    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_nvfp4(x, ids, weights, *self.stored)
 
     def dequantize(self, dtype: torch.dtype) -> DenseExperts:
         rows_13 = self.w13_scale_2.repeat_interleave(self.w13.shape[1] // 2, dim=1)

@@ -1,12 +1,13 @@
 """What the model sees of a weight: it can be applied, measured and spelled out, whatever its format.
 
-Owns the two protocols. Must not know formats or what an op computes. Implemented by the format modules beside it; used
-by the loader and the model.
+Owns the two protocols, and what stacks of experts have in common. Must not know formats or what an op computes. Implemented by
+the format modules beside it; used by the loader and the model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -96,3 +97,27 @@ class Experts(Protocol):
     def dequantize(self, dtype: torch.dtype) -> Experts:
         """The same experts as dense tensors (`DenseExperts`) in `dtype`."""
         ...
+
+
+@dataclass(frozen=True)
+class StackedExperts(ABC):
+    """Experts whose fields are the arguments of their format's op after ids and weights, in its order, each [E, ...]."""
+
+    @property
+    @abstractmethod
+    def op(self) -> Op[..., torch.Tensor]: ...
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def num_experts(self) -> int:
+        return self.stored[0].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.stored)
+
+    def moe(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.op(x, ids, weights, *self.stored)

@@ -21,7 +21,6 @@ from legato.bench.share import Share
 from legato.bench.steady import Steady, turns
 from legato.bench.trace import Span, Trace, figures, shares
 from legato.bench.trace_page import View, page
-from legato.runtime.draw import PlainDraw, choose_greedy
 
 SHOWN_ITERATIONS = 3
 """Iterations that the file for Perfetto holds."""
@@ -96,7 +95,7 @@ def attribute(steady: Steady, share: Share) -> list[Piece]:
         noted([share.weights, None if mtp is None else mtp.head], mark.sinc_) as found,
         profile(activities=[ProfilerActivity.CUDA]) as profiled,
     ):
-        decoder.run(bucket, PlainDraw(choose_greedy))
+        decoder.run(bucket, decoder.draw("greedy"))
         torch.cuda.synchronize()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     return pieces(Trace.of(profiled.profiler.kineto_results.events()).device, found.calls())

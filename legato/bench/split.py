@@ -17,7 +17,7 @@ from torch import Tensor
 from legato.bench.steady import Steady
 from legato.config import PAGE_SIZE
 from legato.runtime.batch import Samplers
-from legato.runtime.draw import Draw, PlainDraw, Positions, choose_greedy
+from legato.runtime.draw import Draw, Positions
 from legato.runtime.graphs import Graphs, Key
 from legato.runtime.mailbox import Ring
 from legato.runtime.rows import Rows
@@ -60,6 +60,10 @@ class _Cutting:
 
     draw: Draw
     graphs: SplitGraphs
+
+    @property
+    def wants_best(self) -> bool:
+        return self.draw.wants_best
 
     def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
         return self.draw.verify(logits, rows, samplers)
@@ -117,7 +121,7 @@ class SplitGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(stream):
             self._begin()
-            self._ring.write(decoder.run(key.bucket, _Cutting(PlainDraw(choose_greedy), self)))
+            self._ring.write(decoder.run(key.bucket, _Cutting(decoder.draw("greedy"), self)))
             self._parts[-1].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         if len(self._parts) != PARTS:

@@ -15,7 +15,7 @@ from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import GlmWeights
 from legato.ops import embed_norm
-from legato.parallel.communicators import ALONE, Communicator
+from legato.parallel.communicators import ALONE, Communicator, best_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,10 @@ class Glm:
         """[T, W] logits of post-norm hidden states, in their dtype, of the whole vocabulary on every rank."""
         shard = self.weights.lm_head.linear(hidden)
         return self.communicator.all_gather(shard, -1)[:, : self.spec.vocab_size]
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[T] int64 tokens with the highest of these logits, without gathering them."""
+        return best_token(self.weights.lm_head.linear(hidden), self.spec.vocab_size, self.communicator)
 
     @property
     def _norms(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
 from legato.ops import linear_draft, mtp_inputs, mtp_looked_up, rms_norm
-from legato.parallel.communicators import ALONE, Communicator
+from legato.parallel.communicators import ALONE, Communicator, best_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,22 @@ class Mtp:
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] logits of drafts, for hidden states that `forward` returned and in their dtype."""
         head, width = self.head, self.spec.vocab_size
-        if isinstance(head, Tensor):
-            return self.communicator.all_gather(linear_draft(hidden, head), -1)[:, :width]
-        logits = self.communicator.all_gather(head.weight.linear(hidden), -1)
-        if head.ids is None:
+        logits = self.communicator.all_gather(self._shard(hidden), -1)
+        if isinstance(head, Tensor) or head.ids is None:
             return logits[:, :width]
         return logits.new_full((logits.shape[0], width), -torch.inf).index_copy_(1, head.ids, logits)
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[T] int64 tokens with the highest of these logits, without gathering them."""
+        head = self.head
+        if isinstance(head, Tensor) or head.ids is None:
+            return best_token(self._shard(hidden), self.spec.vocab_size, self.communicator)
+        return head.ids[best_token(self._shard(hidden), head.ids.shape[0], self.communicator)]
+
+    def _shard(self, hidden: Tensor) -> Tensor:
+        """What this rank's rows of the head say."""
+        head = self.head
+        return linear_draft(hidden, head) if isinstance(head, Tensor) else head.weight.linear(hidden)
 
     def forward(
         self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None

@@ -48,7 +48,17 @@ from legato.ops.rows import (
     seed_rows,
     write_letter,
 )
-from legato.ops.sample import greedy, gumbel, likelihood, logprobs, penalize, sample, verify
+from legato.ops.sample import (
+    best_of_keys,
+    greedy,
+    greedy_keys,
+    gumbel,
+    likelihood,
+    logprobs,
+    penalize,
+    sample,
+    verify,
+)
 from legato.ops.score import index_scores
 from legato.ops.select import top_k
 
@@ -62,6 +72,7 @@ __all__ = [
     "advance_rows",
     "all_gather",
     "all_reduce_add_norm",
+    "best_of_keys",
     "bind",
     "cache_slots",
     "chain_rows",
@@ -73,6 +84,7 @@ __all__ = [
     "gather_latent",
     "gather_rows",
     "greedy",
+    "greedy_keys",
     "gumbel",
     "index_scores",
     "layer_norm",

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from legato.ops import add_rms_norm
+from legato.ops import add_rms_norm, best_of_keys, greedy, greedy_keys
 from legato.parallel.mesh import ONE_RANK, Mesh
 
 
@@ -54,3 +54,14 @@ class SingleRank:
 
 ALONE = SingleRank()
 """The communicator of a model that is not sharded."""
+
+
+def best_token(shard: Tensor, vocab_size: int, communicator: Communicator) -> Tensor:
+    """[T] int64 tokens with the highest logit, ties to the lowest id, of a vocabulary whose ranks have `shard` [T, W] each, the
+    last ones padded. Exchanges eight bytes a row."""
+    mesh, width = communicator.mesh, shard.shape[1]
+    if not mesh.is_sharded:
+        return greedy(shard[:, :vocab_size])
+    first = mesh.rank * width
+    keys = greedy_keys(shard[:, : max(0, min(width, vocab_size - first))], first)
+    return best_of_keys(communicator.all_gather(keys[None], 0))

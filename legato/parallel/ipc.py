@@ -75,7 +75,8 @@ class IpcRank:
     def all_gather(self, shard: Tensor, dim: int) -> Tensor:
         if shard.nbytes > 4 * MOST_WORDS:
             return self.library.all_gather(shard, dim)
-        return torch.cat(all_gather(shard, self.inbox).unbind(0), dim)
+        gathered = all_gather(shard, self.inbox)
+        return torch.cat(gathered.unbind(0), dim) if dim else gathered.flatten(0, 1)
 
     def check(self) -> None:
         """Raises RankLostError where a wait was given up; reads host memory only."""

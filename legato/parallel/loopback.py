@@ -29,7 +29,8 @@ class Exchanges:
 
 @dataclass(frozen=True, slots=True)
 class LoopBack:
-    """Rank `mesh.rank` of a group that is not there. Sums are its own part; gathered shards are its own shard, repeated."""
+    """Rank `mesh.rank` of a group that is not there. Sums are its own part; gathered shards are its own shard, repeated (without
+    a copy where it is one entry of the dimension)."""
 
     mesh: Mesh
     exchanges: Exchanges = field(default_factory=Exchanges)
@@ -45,6 +46,10 @@ class LoopBack:
     def all_gather(self, shard: Tensor, dim: int) -> Tensor:
         self.exchanges.gathers += 1
         self.exchanges.num_bytes += shard.nbytes
+        if shard.shape[dim] == 1:
+            sizes = [-1] * shard.dim()
+            sizes[dim] = self.mesh.size
+            return shard.expand(sizes)
         repeats = [1] * shard.dim()
         repeats[dim] = self.mesh.size
         return shard.repeat(repeats)

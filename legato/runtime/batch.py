@@ -49,6 +49,10 @@ class Samplers:
     offset: Tensor
     are_all: bool = False
 
+    def verifying(self, hidden: Tensor) -> Tensor:
+        """[B * R, D] hidden states of the verifying rows, of those [T, D] of the iteration."""
+        return hidden if self.are_all else hidden[self.row_index.reshape(-1)]
+
     def following(self) -> Tensor:
         """[B, R] int64 positions of the tokens that the verifying rows choose."""
         return self.base[:, None] + 1 + torch.arange(self.row_index.shape[1], device=self.base.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from legato.config import DEFAULT_DRAFTS, Resolved
 from legato.runtime.batch import Batch, Layout, Samplers, decode_batch
-from legato.runtime.draw import CHOICES, Draw, PlainDraw, Variant
+from legato.runtime.draw import CHOICES, BestDraw, Draw, PlainDraw, Variant
 from legato.runtime.graphs import Graphs, Key, Seats, buckets
 from legato.runtime.mailbox import Ring, Written
 from legato.runtime.rows import Rows
@@ -88,6 +88,11 @@ class Decoder:
         """What the graph of a whole iteration is kept under; `None`: with the most drafts there are."""
         return Key(bucket, self.depths[-1] if num_drafts is None else num_drafts, variant)
 
+    def draw(self, variant: Variant) -> Draw:
+        """How whole iterations choose. Drafts that are verified by how likely they are need logits, the best alone does not."""
+        is_best = variant == "greedy" and not self._iteration.threshold
+        return BestDraw() if is_best else PlainDraw(CHOICES[variant])
+
     def launch(self, key: Key) -> Written:
         """One iteration of the first places, as one graph where there is one; returns where its letter is."""
         if key in self.graphs:
@@ -140,7 +145,7 @@ class Decoder:
 
     def _whole(self, key: Key) -> Ring:
         assert key.variant is not None, "the parts of an iteration go together"
-        self._seal(key, self.run(key.bucket, PlainDraw(CHOICES[key.variant]), key.num_drafts))
+        self._seal(key, self.run(key.bucket, self.draw(key.variant), key.num_drafts))
         return self._ring(key)
 
     def _captured(self, key: Key, work: Callable[[], T]) -> T:

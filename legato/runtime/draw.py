@@ -51,7 +51,11 @@ CHOICES: Mapping[Variant, Choose] = {"greedy": choose_greedy, "general": choose_
 
 
 class Draw(Protocol):
-    """Chooses the tokens of one iteration: first `verify`, then `record`, then `draft` once per draft."""
+    """Chooses the tokens of one iteration: first `verify`, then `record`, then `draft` once per draft. Each is given what the
+    heads say of rows: logits [T, W], or where `wants_best` only the best token of each row, [T] int64."""
+
+    @property
+    def wants_best(self) -> bool: ...
 
     def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
         """The target's own tokens [B, R] from its logits [B * R, W]; row r of a request says what follows position base + r."""
@@ -69,10 +73,36 @@ class Draw(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BestDraw:
+    """The best tokens and no logits: for batches in which every request is greedy, and nothing else is wanted of logits."""
+
+    @property
+    def wants_best(self) -> bool:
+        return True
+
+    def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
+        del rows
+        return logits.view(samplers.row_index.shape)
+
+    def record(self, samplers: Samplers, sampled: Tensor, counts: Tensor) -> None:
+        del samplers, sampled, counts
+
+    def draft(
+        self, logits: Tensor, rows: Rows, samplers: Samplers, positions: Positions, drafted: Sequence[Tensor]
+    ) -> Tensor:
+        del rows, samplers, positions, drafted
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
 class PlainDraw:
     """Samples logits as they are: for batches in which no request has controls."""
 
     choose: Choose
+
+    @property
+    def wants_best(self) -> bool:
+        return False
 
     def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
         shape = samplers.row_index.shape
@@ -102,6 +132,10 @@ class ControlledDraw:
     controls: ControlTable
     gates: Mapping[int, Gate]
     foreseen: Mapping[int, bytes] = field(default_factory=lambda: MappingProxyType[int, bytes]({}))
+
+    @property
+    def wants_best(self) -> bool:
+        return False
 
     def verify(self, logits: Tensor, rows: Rows, samplers: Samplers) -> Tensor:
         num_requests, width = samplers.row_index.shape

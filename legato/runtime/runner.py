@@ -232,7 +232,7 @@ class Runner:
         draw.record(begun.samplers, tokens, done.verified.counts)
         return self._part(rows, self.mailbox.post(done.written), done.verified.logits, tokens)
 
-    def _part(self, rows: tuple[int, ...], letter: Letter, logits: Tensor, sampled: Tensor) -> Part:
+    def _part(self, rows: tuple[int, ...], letter: Letter, logits: Tensor | None, sampled: Tensor) -> Part:
         if self.decoder is not None:  # elsewhere grammars are moved as tokens are chosen
             self._unread |= {row: (letter, index) for index, row in enumerate(rows) if row in self._gates}
         wanted = tuple(self._wanted_logprobs[row] for row in rows)
@@ -285,9 +285,10 @@ class Runner:
                 self._drafts[row] = line.drafts
         return self._drafts.get(row, ())
 
-    def _logprobs(self, logits: Tensor, sampled: Tensor, wanted: tuple[int, ...]) -> Logprobs | None:
+    def _logprobs(self, logits: Tensor | None, sampled: Tensor, wanted: tuple[int, ...]) -> Logprobs | None:
         if max(wanted, default=-1) < 0:
             return None
+        assert logits is not None, "only graphs of whole iterations leave none, and none of their requests wants any"
         num_requests, width, vocab = logits.shape  # rows of a padded batch included
         return token_logprobs(logits.view(-1, vocab), sampled.view(-1), max(wanted)).shaped(num_requests, width)
 

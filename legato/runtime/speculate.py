@@ -26,10 +26,10 @@ from legato.runtime.rows import Rows
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What the target said about T rows of B requests: its hidden states [T, D] after `model.norm`, the logits [B * R, W] of
-    the verifying rows, in their dtype, and the tokens [B, R] int64 that were chosen from them."""
+    the verifying rows, in their dtype (None: only their best was asked for), and the tokens [B, R] int64 that were chosen."""
 
     hidden: Tensor
-    logits: Tensor
+    logits: Tensor | None
     tokens: Tensor
 
 
@@ -38,7 +38,7 @@ class Verified:
     """What came of it for B requests.
 
     Attributes:
-        logits: [B, R, W] as the model gives them.
+        logits: [B, R, W] as the model gives them; `None` where only the best tokens were asked for.
         sampled: [B, R] int64 the target's own tokens.
         accepted: [B] int64 drafts that agreed with them, before any cut.
         offered: [B] int64 drafts that were verified.
@@ -49,7 +49,7 @@ class Verified:
         drafts: [B, K] int64 for the next iteration; K = 0 without a draft layer.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     sampled: Tensor
     accepted: Tensor
     offered: Tensor
@@ -106,13 +106,14 @@ class Iteration:
             if self.mtp is not None and num_drafts:
                 self.mtp.forward(batch.next_ids, hidden, batch.step, self.caches[-1], None)
             return None
-        logits = self.logits(hidden, batch.samplers)
-        sampled = Sampled(hidden, logits, draw.verify(logits, rows, batch.samplers))
+        said = _said(self.target, batch.samplers.verifying(hidden), draw)
+        logits = None if draw.wants_best else said
+        sampled = Sampled(hidden, logits, draw.verify(said, rows, batch.samplers))
         return self.settle(sampled, batch, rows, draw, num_drafts)
 
     def logits(self, hidden: Tensor, samplers: Samplers) -> Tensor:
         """[B * R, W] logits of the verifying rows, in the dtype of the hidden states."""
-        return self.target.logits(hidden if samplers.are_all else hidden[samplers.row_index.reshape(-1)])
+        return self.target.logits(samplers.verifying(hidden))
 
     def settle(self, sampled: Sampled, batch: Batch, rows: Rows, draw: Draw, num_drafts: int) -> Verified:
         """Everything behind the choice of tokens: accept, draft, advance the device table."""
@@ -148,7 +149,7 @@ class Iteration:
             self.threshold,
         )
         num_requests, width = sampled.tokens.shape
-        logits = sampled.logits.view(num_requests, width, -1)
+        logits = None if sampled.logits is None else sampled.logits.view(num_requests, width, -1)
         none = samplers.rows.new_empty((num_requests, 0))
         drafts = none if drafted is None else drafted.tokens
         return Verified(logits, sampled.tokens, accepted, samplers.num_drafts, counts, done, live, drafts)
@@ -178,13 +179,18 @@ class Iteration:
         likely: list[Tensor] = []
 
         def choose(positions: Positions) -> None:
-            logits = mtp.logits(hidden)
-            drafts.append(drafting.draw.draft(logits, drafting.rows, drafting.samplers, positions, drafts))
+            said = _said(mtp, hidden, drafting.draw)
+            drafts.append(drafting.draw.draft(said, drafting.rows, drafting.samplers, positions, drafts))
             if self.threshold > 0:
-                likely.append(likelihood(logits, drafts[-1]))
+                likely.append(likelihood(said, drafts[-1]))
 
         choose(drafting.first)
         for step in steps:
             hidden, _ = mtp.forward(drafts[-1], hidden, step, self.caches[-1], selection)
             choose(partial(torch.add, step.positions, 2))
         return Drafted(torch.stack(drafts, dim=1), torch.stack(likely, dim=1) if likely else None)
+
+
+def _said(model: Glm | Mtp, hidden: Tensor, draw: Draw) -> Tensor:
+    """What a head says of rows, as `draw` wants it."""
+    return model.best(hidden) if draw.wants_best else model.logits(hidden)

@@ -94,7 +94,7 @@ def _rehearse(runner: Runner, sizes: Collection[int]) -> None:
     decoder.seats.seat((0,))
     for key in decoder.graph_keys():
         if key.variant is not None:
-            decoder.run(key.bucket, PlainDraw(CHOICES[key.variant]), key.num_drafts)
+            decoder.run(key.bucket, decoder.draw(key.variant), key.num_drafts)
 
 
 def first_of_every_kind(target: Glm) -> Glm:

@@ -16,7 +16,7 @@ from legato.model.inventory import stored_spec
 from legato.model.weights import Residency, load_weights
 from legato.plan import Admit, Extend, Plan
 from legato.runtime.batch import build_batch
-from legato.runtime.draw import PlainDraw
+from legato.runtime.draw import BestDraw, PlainDraw, choose_greedy
 from legato.runtime.rows import Rows
 from legato.runtime.runner import Runner
 from tests.tiny import save_checkpoint, tiny_config, tiny_tensors
@@ -144,6 +144,18 @@ def target_hidden(runner: Runner, ids: list[int], row: int) -> Tensor:
     runner.rows.admit(Admit(row, tuple(range(40, 40 + len(ids) // 64 + 1)), 512, (), 0.0, 0, 1.0, 0.0, 0, -1))
     batch = build_batch(Plan(0, (), (Extend(row, 0, tuple(ids), 0),), ()), runner.rows, runner.spec)
     return runner.iteration.target.hidden(batch.ids, batch.step, runner.iteration.caches)
+
+
+@torch.inference_mode()
+def test_the_best_tokens_alone_are_those_of_the_logits(runner: Runner) -> None:
+    runner.rows.admit(Admit(1, (1, 2, 3), 190, (), 0.0, 0, 1.0, 0.0, 0, -1))
+    plan = Plan(0, (), (Extend(1, 0, tuple(range(70)), None),), (), num_drafts=K)
+    made = [
+        runner.iteration.run(build_batch(plan, runner.rows, runner.spec), runner.rows, draw, K)[1]
+        for draw in (PlainDraw(choose_greedy), BestDraw())
+    ]
+    assert made[0] is not None and made[0].logits is not None and made[1] is not None and made[1].logits is None
+    assert torch.equal(made[0].sampled, made[1].sampled) and torch.equal(made[0].drafts, made[1].drafts)
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 63, 64, 65, 150])

@@ -793,5 +793,22 @@ def write_letter(letters, number, sampled, drafts, counts, accepted, offered, en
 
 
 @oracle
+def greedy_keys(logits, first):
+    if not logits.shape[1]:
+        return torch.full((len(logits),), -(1 << 63))
+    keys = []
+    for row in logits.float().tolist():
+        bits = int.from_bytes(struct.pack("<f", max(row) + 0.0), "little")
+        ordered = bits ^ 0xFFFFFFFF if bits >> 31 else bits | 0x80000000
+        keys.append((ordered << 32 | (0xFFFFFFFF - first - row.index(max(row)))) - (1 << 63))
+    return torch.tensor(keys)
+
+
+@oracle
+def best_of_keys(keys):
+    return torch.tensor([0xFFFFFFFF - max(column) % (1 << 32) for column in keys.T.tolist()])
+
+
+@oracle
 def greedy(logits):
     return torch.tensor([row.index(max(row)) for row in logits.tolist()])

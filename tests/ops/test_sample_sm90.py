@@ -15,7 +15,7 @@ from legato.ops.sample import sm90
 
 
 def test_the_source_compiles_without_spills():
-    for kernel in sm90.kernels(16):
+    for kernel in (*sm90.kernels(16), *sm90.keys_kernels(16), sm90.best_kernel()):
         used = kernel.usage("sm_90a")
         assert used.registers <= 128 and used.spill_store_bytes == used.spill_load_bytes == 0, kernel.name
 

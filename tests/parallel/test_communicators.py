@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
-from legato.ops import add_rms_norm
+from legato.ops import add_rms_norm, greedy_keys
 from legato.parallel import ALONE, DistributedRank, LoopBack, Mesh
+from legato.parallel.communicators import Communicator, best_token
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 0), (-1, 2), (2, 2)])
@@ -43,6 +46,43 @@ def test_a_loop_back_gives_its_own_part_and_counts() -> None:
     assert (counted.sums, counted.gathers, counted.num_bytes) == (2, 2, 4 * 3 * 8 * 4)
     counted.clear()
     assert (counted.sums, counted.gathers, counted.num_bytes) == (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Listening(LoopBack):
+    """A rank whose gathers bring what `others` said."""
+
+    others: tuple[Tensor, ...] = ()
+
+    def all_gather(self, shard: Tensor, dim: int) -> Tensor:
+        super().all_gather(shard, dim)
+        return torch.cat(self.others) if self.others else shard
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_that_share_a_vocabulary_agree_on_the_best_token_of_all(dtype: torch.dtype) -> None:
+    """Ties across ranks go to the lowest id, negative rows and infinities count; padding of the last two ranks does not."""
+    torch.manual_seed(0)
+    vocab, width, size = 37, 12, 4
+    logits = torch.randn(9, size * width).round().to(dtype)
+    logits[:2] -= 50
+    logits[2], logits[3, 20] = -torch.inf, torch.inf
+    logits[:, vocab:] = 1000.0
+    expected = logits[:, :vocab].argmax(-1)
+    shards = [logits[:, rank * width : (rank + 1) * width] for rank in range(size)]
+
+    def best(communicator: Communicator, rank: int) -> Tensor:
+        return best_token(shards[rank], vocab, communicator)
+
+    said = [Listening(Mesh(rank, size)) for rank in range(size)]
+    keys = tuple(
+        greedy_keys(shard[:, : max(0, vocab - rank * width)], rank * width)[None] for rank, shard in enumerate(shards)
+    )
+    for rank, alone in enumerate(said):
+        assert torch.equal(best(Listening(Mesh(rank, size), others=keys), rank), expected)
+        best(alone, rank)
+        assert (alone.exchanges.gathers, alone.exchanges.num_bytes) == (1, 9 * 8)
+    assert torch.equal(best_token(logits, vocab, ALONE), expected)
 
 
 def test_a_communicator_must_be_of_the_group_that_there_is() -> None:

@@ -18,9 +18,12 @@ from legato.ops.op import op
 from legato.ops.sample.likelihood import LIKELIHOOD_CASES, likelihood
 from legato.ops.sample.penalty import PENALTY_CASES, penalize
 from legato.ops.sample.philox import uniform
+from legato.ops.sample.ranks import RANKS_CASES, best_of_keys, greedy_keys
 from legato.ops.select.ordering import first_k, ordered_keys
 
-__all__ = ["CASES", "greedy", "gumbel", "likelihood", "logprobs", "penalize", "sample", "verify"]
+__all__ = [
+    "CASES", "best_of_keys", "greedy", "greedy_keys", "gumbel", "likelihood", "logprobs", "penalize", "sample", "verify",
+]  # fmt: skip
 
 
 @op(reference_ok=True)
@@ -192,6 +195,7 @@ CASES = (
     *(_greedy_case(rows, 154880, "gpu") for rows in (1, 6, 96)),
     *(_sample_case(rows, vocab) for rows, vocab in ((1, 8192), (12, 1000))),
     *(_sample_case(rows, 154880, "gpu") for rows in (1, 6, 24)),
+    *RANKS_CASES,
     *LIKELIHOOD_CASES,
     *PENALTY_CASES,
     *(_verify_case(requests, drafts) for requests, drafts in ((1, 5), (40, 5), (3, 0), (8, 7))),

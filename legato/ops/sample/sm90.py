@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.sample import greedy, likelihood, sample
+from legato.ops.sample import best_of_keys, greedy, greedy_keys, likelihood, sample
 
 THREADS = 512
 #: Bytes of a block's slice at most, beside 8 KiB for the exchange.
@@ -31,6 +31,20 @@ def kernels(cluster: int) -> tuple[Kernel, Kernel, Kernel]:
         Kernel(source, "greedy_bf16", non_portable_cluster=cluster > 8),
         Kernel(source, "sample", shared_bytes=_MOST_BYTES, non_portable_cluster=cluster > 8),
     )
+
+
+@cache
+def keys_kernels(cluster: int) -> tuple[Kernel, Kernel]:
+    """`greedy_keys` of float32 and of bfloat16, likewise."""
+    source = Source(_SOURCE, {"CLUSTER": cluster, "THREADS": THREADS})
+    names = "greedy_keys", "greedy_keys_bf16"
+    return tuple(Kernel(source, name, non_portable_cluster=cluster > 8) for name in names)  # type: ignore[return-value]
+
+
+@cache
+def best_kernel() -> Kernel:
+    """`best_of_keys`, which knows no clusters."""
+    return Kernel(Source(_SOURCE, {"CLUSTER": cluster_of(1), "THREADS": THREADS}), "best_of_keys")
 
 
 @cache
@@ -58,18 +72,41 @@ def _dense(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
+def _best(logits: Tensor, of_float: Kernel, of_bfloat16: Kernel, *more: int) -> Tensor:
+    """One launch of either kernel for rows of any width; a number for each row."""
+    logits = _dense(logits if logits.dtype is torch.bfloat16 else logits.to(torch.float32))
+    rows, width = logits.shape
+    found = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        cluster = cluster_of(rows)
+        run = of_bfloat16 if logits.dtype is torch.bfloat16 else of_float
+        stride = ctypes.c_int64(logits.stride(0))
+        run(_launch(rows, cluster), logits, found, width, stride, slice_of(width, cluster), *more)
+    return found
+
+
 @greedy.on("sm90")
 def greedy_sm90(logits: Tensor) -> Tensor:
     """One launch. [T, W] of any width; other types than float32 and bfloat16 are converted first."""
-    logits = _dense(logits if logits.dtype is torch.bfloat16 else logits.to(torch.float32))
-    rows, width = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    return _best(logits, *kernels(cluster_of(logits.shape[0]))[:2])
+
+
+@greedy_keys.on("sm90")
+def greedy_keys_sm90(logits: Tensor, first: int) -> Tensor:
+    """As `greedy`."""
+    return _best(logits, *keys_kernels(cluster_of(logits.shape[0])), first)
+
+
+@best_of_keys.on("sm90")
+def best_of_keys_sm90(keys: Tensor) -> Tensor:
+    """One launch; keys int64, a rank's side by side (all ranks' may be the same ones)."""
+    ranks, rows = keys.shape
+    if keys.dtype != torch.int64 or (rows > 1 and keys.stride(1) != 1):
+        raise ValueError(f"best_of_keys: keys are {keys.dtype}, strides {keys.stride()}; expected int64 rows")
+    tokens = torch.empty(rows, dtype=torch.int64, device=keys.device)
     if rows:
-        cluster = cluster_of(rows)
-        of_float, of_bfloat16, _ = kernels(cluster)
-        best = of_bfloat16 if logits.dtype is torch.bfloat16 else of_float
-        stride = ctypes.c_int64(logits.stride(0))
-        best(_launch(rows, cluster), logits, tokens, width, stride, slice_of(width, cluster))
+        how = Launch(grid=(-(-rows // 128),), block=(min(128, -(-rows // 32) * 32),), programmatic=True)
+        best_kernel()(how, keys, tokens, ranks, rows, keys.stride(0))
     return tokens
 
 

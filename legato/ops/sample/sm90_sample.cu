@@ -290,9 +290,10 @@ __device__ __forceinline__ float4 four_of(const unsigned short *mine, int i) {
 __device__ __forceinline__ float one_of(const float *mine, int i) { return mine[i]; }
 __device__ __forceinline__ float one_of(const unsigned short *mine, int i) { return __uint_as_float((u32)mine[i] << 16); }
 
-// The best of each row alone, ties to the lowest id. Number: float, or the bits of a bfloat16.
-template <typename Number>
-__device__ __forceinline__ void find_best(const Number *logits, i64 *tokens, int width, i64 stride, int slice) {
+// The best of each row alone, ties to the lowest id: of each row the token, or (KEYS) a key that orders the bests of ranks, whose
+// tokens are numbered from `first` on. Number: float, or the bits of a bfloat16.
+template <bool KEYS, typename Number>
+__device__ __forceinline__ void find_best(const Number *logits, i64 *found, int width, i64 stride, int slice, int first) {
   __shared__ Exchange exchange;
   const auto [row, start, count] = begin(width, slice);
   const Number *mine = logits + row * stride + start;
@@ -311,17 +312,40 @@ __device__ __forceinline__ void find_best(const Number *logits, i64 *tokens, int
     for (int i = threadIdx.x; i < count; i += THREADS) best = larger(best, better(one_of(mine, i), start + i));
   }
   best = largest(best, exchange, turn);
-  if (!threadIdx.x && !rank_in_cluster()) tokens[row] = (i64)(u32)~(u32)best;
+  if (!threadIdx.x && !rank_in_cluster()) {
+    const u32 id = ~(u32)best;
+    if (KEYS) found[row] = (i64)((width > 0 ? best >> 32 << 32 | (u32)~(id + first) : 0) ^ 1ull << 63);
+    else found[row] = (i64)id;
+  }
   cluster_barrier();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     greedy(const float *logits, i64 *tokens, int width, i64 stride, int slice) {
-  find_best(logits, tokens, width, stride, slice);
+  find_best<false>(logits, tokens, width, stride, slice, 0);
 }
 extern "C" __global__ void __launch_bounds__(THREADS)
     greedy_bf16(const unsigned short *logits, i64 *tokens, int width, i64 stride, int slice) {
-  find_best(logits, tokens, width, stride, slice);
+  find_best<false>(logits, tokens, width, stride, slice, 0);
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+    greedy_keys(const float *logits, i64 *keys, int width, i64 stride, int slice, int first) {
+  find_best<true>(logits, keys, width, stride, slice, first);
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+    greedy_keys_bf16(const unsigned short *logits, i64 *keys, int width, i64 stride, int slice, int first) {
+  find_best<true>(logits, keys, width, stride, slice, first);
+}
+
+// One thread per row; a rank's keys are `stride` numbers apart.
+extern "C" __global__ void best_of_keys(const i64 *keys, i64 *tokens, int ranks, int rows, int stride) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int row = blockIdx.x * blockDim.x + threadIdx.x; row < rows; row += gridDim.x * blockDim.x) {
+    i64 best = keys[row];
+    for (int rank = 1; rank < ranks; ++rank) best = max(best, keys[(i64)rank * stride + row]);
+    tokens[row] = (i64)(u32)~(u32)best;
+  }
 }
 
 // exp(logit of the row's token - most) / sum of exp(logit - most).

@@ -1,4 +1,4 @@
-"""What answers while the model loads: the port is open from the start, and everything is 503 until the server is ready.
+"""What answers while the model loads: the port is open from the start, and all but /ping is 503 until the server is ready.
 
 Owns that answer and nothing else. Called by `server.run`, which puts the real application behind it.
 """
@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from legato.engine.messages import Loading
+from legato.server.errors import ApiError, body_of
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -32,22 +34,14 @@ class Doorway:
         if self.application is not None:
             await self.application(scope, receive, send)
         elif scope["type"] == "http":
-            await self._not_yet(send)
+            await self._meanwhile(scope["path"])(scope, receive, send)
 
-    async def _not_yet(self, send: Send) -> None:
+    def _meanwhile(self, path: str) -> Response:
+        if path == "/ping":
+            return Response(msgspec.json.encode({"status": "alive"}), media_type="application/json")
         stage = self.loading
-        error = {
-            "message": f"the model is loading ({stage.stage}); try again in a while",
-            "type": "service_unavailable",
-            "param": None,
-            "code": "loading",
-        }
+        error = ApiError(503, f"the model is loading ({stage.stage}); try again in a while", code="loading")
         progress = {"stage": stage.stage, "done": stage.done, "total": stage.total}
-        body = msgspec.json.encode({"error": error, "status": "loading", "loading": progress})
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"retry-after", str(RETRY_SECONDS).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        body = {**body_of(error, path), "status": "loading", "loading": progress}
+        headers = {"Retry-After": str(RETRY_SECONDS)}
+        return Response(msgspec.json.encode(body), 503, headers, "application/json")

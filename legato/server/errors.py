@@ -135,8 +135,14 @@ def dialect_of(path: str) -> Dialect:
 
 def response_to(error: ApiError, path: str, request_id: str | None = None) -> Response:
     """The whole answer to a request at `path` that failed."""
-    body = anthropic_reply_of(error, request_id) if dialect_of(path) == "anthropic" else reply_of(error)
-    return Response(msgspec.json.encode(body), error.status, error.headers, "application/json")
+    return Response(
+        msgspec.json.encode(body_of(error, path, request_id)), error.status, error.headers, "application/json"
+    )
+
+
+def body_of(error: ApiError, path: str, request_id: str | None = None) -> ErrorReply | AnthropicErrorReply:
+    """The body of an error in the dialect of a route."""
+    return anthropic_reply_of(error, request_id) if dialect_of(path) == "anthropic" else reply_of(error)
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -75,8 +75,10 @@ class IpcRank:
     def all_gather(self, shard: Tensor, dim: int) -> Tensor:
         if shard.nbytes > 4 * MOST_WORDS:
             return self.library.all_gather(shard, dim)
-        gathered = all_gather(shard, self.inbox)
-        return torch.cat(gathered.unbind(0), dim) if dim else gathered.flatten(0, 1)
+        gathered, outer = all_gather(shard, self.inbox), shard.shape[: dim % shard.dim()]
+        if outer.numel() == 1:  # they lie side by side already
+            return gathered.view(*outer, -1, *shard.shape[len(outer) + 1 :])
+        return torch.cat(gathered.unbind(0), dim)
 
     def check(self) -> None:
         """Raises RankLostError where a wait was given up; reads host memory only."""

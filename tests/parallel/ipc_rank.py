@@ -39,6 +39,8 @@ def parity(ipcs, calls):
         wrong += int(((normed - found[1]).abs() > 2**-7 * found[1].abs() + 2**-8).sum())
         shards = [partial[0, : 1 + call % 9].float() for partial in partials]
         wrong += int((ipc.all_gather(shards[ipc.mesh.rank], 0) != torch.cat(shards)).sum())
+        rows = [partial[: 1 + call % 2, :8].float() for partial in partials]
+        wrong += int((ipc.all_gather(rows[ipc.mesh.rank], -1) != torch.cat(rows, -1)).sum())
     return {"wrong": wrong}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from legato.ops import add_rms_norm, best_of_keys, greedy, greedy_keys
@@ -54,6 +55,13 @@ class SingleRank:
 
 ALONE = SingleRank()
 """The communicator of a model that is not sharded."""
+
+
+def side_by_side(gathered: Tensor, dim: int) -> Tensor:
+    """All ranks' shards [N, ...] side by side along `dim` of a shard; as they lie, if nothing is outside of that."""
+    shape = gathered.shape[1:]
+    outer, rest = shape[: dim % len(shape)], shape[dim % len(shape) + 1 :]
+    return gathered.view(*outer, -1, *rest) if outer.numel() == 1 else torch.cat(gathered.unbind(0), dim)
 
 
 def best_token(shard: Tensor, vocab_size: int, communicator: Communicator) -> Tensor:

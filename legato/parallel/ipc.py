@@ -17,7 +17,7 @@ from torch import Tensor
 
 from legato.ops.reduce import all_gather, all_reduce_add_norm
 from legato.ops.reduce.inbox import ALARM_WORDS, EMPTY_BYTE, MOST_WORDS, PATIENCE_AT, Inbox, InboxShape
-from legato.parallel.communicators import Communicator
+from legato.parallel.communicators import Communicator, side_by_side
 from legato.parallel.mesh import Mesh
 
 try:
@@ -75,10 +75,7 @@ class IpcRank:
     def all_gather(self, shard: Tensor, dim: int) -> Tensor:
         if shard.nbytes > 4 * MOST_WORDS:
             return self.library.all_gather(shard, dim)
-        gathered, outer = all_gather(shard, self.inbox), shard.shape[: dim % shard.dim()]
-        if outer.numel() == 1:  # they lie side by side already
-            return gathered.view(*outer, -1, *shard.shape[len(outer) + 1 :])
-        return torch.cat(gathered.unbind(0), dim)
+        return side_by_side(all_gather(shard, self.inbox), dim)
 
     def check(self) -> None:
         """Raises RankLostError where a wait was given up; reads host memory only."""

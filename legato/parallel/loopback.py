@@ -6,11 +6,13 @@ result. Called by `legato.bench.slice`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from legato.ops import add_rms_norm
+from legato.ops import add_rms_norm, all_gather
+from legato.parallel.communicators import side_by_side
 from legato.parallel.mesh import Mesh
 
 
@@ -50,9 +52,11 @@ class LoopBack:
             sizes = [-1] * shard.dim()
             sizes[dim] = self.mesh.size
             return shard.expand(sizes)
-        repeats = [1] * shard.dim()
-        repeats[dim] = self.mesh.size
-        return shard.repeat(repeats)
+        return side_by_side(all_gather(shard, self), dim)
+
+    def gather(self, shard: Tensor) -> Sequence[Tensor]:
+        """The own shard in every rank's place."""
+        return [shard] * self.mesh.size
 
     def _note(self, partial: Tensor) -> None:
         self.exchanges.sums += 1

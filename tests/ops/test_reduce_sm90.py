@@ -51,8 +51,9 @@ def test_the_sum_compiles_without_spills_and_its_block_fits(
 
 
 def test_the_gather_compiles_without_spills(nvrtc: None) -> None:
-    usage = sm90.all_gather_kernel(8).usage("sm_90a")
-    assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0
+    for kernel in (sm90.all_gather_kernel(8), sm90.gather_local_kernel(8)):
+        usage = kernel.usage("sm_90a")
+        assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0
 
 
 def test_threads_hold_a_row_exactly() -> None:

@@ -63,6 +63,12 @@ def all_gather_kernel(num_ranks: int) -> Kernel:
     return Kernel(Source(_ALL_GATHER, {"RANKS": num_ranks, "THREADS": _GATHER_THREADS}), "all_gather")
 
 
+@cache
+def gather_local_kernel(num_ranks: int) -> Kernel:
+    """The same where what all of them send is in this GPU's memory already."""
+    return Kernel(Source(_ALL_GATHER, {"RANKS": num_ranks, "THREADS": _GATHER_THREADS}), "gather_local")
+
+
 def is_served(weight: Tensor, *rows: Tensor) -> bool:
     """Whether the kernel takes these [T, D] rows and [D] weight; what it does not take, PyTorch does."""
     return (
@@ -128,10 +134,18 @@ def all_reduce_add_norm_sm90(
 
 @all_gather.on("sm90")
 def all_gather_sm90(shard: Tensor, exchange: Exchange) -> Tensor:
-    """Through inboxes in one launch, where the exchange has one and `shard` is few enough whole words."""
+    """Through inboxes in one launch, where the exchange has one and `shard` is few enough whole words; else what the exchange
+    gathers, one behind the other in one launch; PyTorch for what is no whole words."""
     words, rest = divmod(shard.nbytes, 4)
     if not isinstance(exchange, Inbox) or rest or not 0 < words <= MOST_WORDS:
-        return all_gather.reference(shard, exchange)
+        parts = exchange.gather(shard)
+        if rest or not words or not shard.is_cuda or not 1 < len(parts) <= MOST_RANKS:
+            return all_gather.reference(parts[0], Recorded((), tuple(parts[1:])))
+        everyone = [*map(_aligned, parts), *[None] * (MOST_RANKS - len(parts))]
+        gathered = torch.empty(len(parts), *shard.shape, dtype=shard.dtype, device=shard.device)
+        local = Launch((min(-(-words // _GATHER_THREADS), 64), len(parts)), (_GATHER_THREADS,), programmatic=True)
+        gather_local_kernel(len(parts))(local, *everyone, gathered, words)
+        return gathered
     shard = _aligned(shard)
     gathered = torch.empty(exchange.shape.num_ranks, *shard.shape, dtype=shard.dtype, device=shard.device)
     blocks = min(-(-words // (2 * _GATHER_THREADS)), GATHER_BLOCKS)

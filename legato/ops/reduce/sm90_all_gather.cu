@@ -6,6 +6,8 @@
 //
 // How many blocks share the words follows from their number alone, so that a block's words are the same block's on all ranks.
 //
+// `gather_local`: what all ranks send is in this GPU's memory already.
+//
 // Macros: RANKS; THREADS of a block, each of which carries two words at a time.
 
 #include "sm90_exchange.cuh"
@@ -81,4 +83,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (wait.missing) tell_host(own, wait.missing);
   __syncthreads();  // all have read the count
   if (threadIdx.x == 0) own->gathers[blockIdx.x] = tag == CALLS ? 0 : tag;
+}
+
+// blockIdx.y: whose words.
+extern "C" __global__ void __launch_bounds__(THREADS) gather_local(
+    const u32 *part0, const u32 *part1, const u32 *part2, const u32 *part3, const u32 *part4, const u32 *part5,
+    const u32 *part6, const u32 *part7, u32 *gathered, int num_words) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const u32 *mine = part0;
+  switch (blockIdx.y) {
+    case 1: mine = part1; break;
+    case 2: mine = part2; break;
+    case 3: mine = part3; break;
+    case 4: mine = part4; break;
+    case 5: mine = part5; break;
+    case 6: mine = part6; break;
+    case 7: mine = part7; break;
+  }
+  for (int at = blockIdx.x * THREADS + threadIdx.x; at < num_words; at += gridDim.x * THREADS)
+    gathered[size_t(blockIdx.y) * num_words + at] = load_fresh_word(mine + at);
 }

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from legato.__main__ import app
 from legato.cli.faults import FAULTS
+from legato.ops.gemm import linear_bf16
+from legato.ops.op import Implementation
 from tests.cli.command_line import started
 from tests.tiny import tiny_checkpoint
 from tests.tiny_text import VOCABULARY, save_text_files
@@ -65,6 +71,26 @@ def test_generate_prints_every_prompt_of_a_batch(model: str) -> None:
 def test_unknown_ops_are_refused(model: str) -> None:
     result = invoke("generate", "-m", model, "--op", "atend=reference", "x")
     assert isinstance(result.exception, FAULTS) and "attend" in str(result.exception)
+
+
+def test_generate_runs_what_op_names(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--op linear_bf16=cutedsl`: every product of the model is the implementation that the file of that name attached, on
+    weights as stored. The package is not needed for that: the reference stands in for its kernel."""
+    name, shapes = "legato.ops.gemm.cutedsl", set[tuple[int, int]]()
+
+    def counted(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+        shapes.add((weight.shape[0], weight.shape[1]))
+        return linear_bf16.reference(x, weight, residual)
+
+    stand_in = ModuleType(name)
+    stand_in.__spec__ = ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.setitem(linear_bf16.implementations, "cutedsl", Implementation("cutedsl", counted))
+    arguments = ("generate", "-m", model, "-t", "0", "--max-tokens", "4", "--ignore-eos", "one")
+    shown = ran(*arguments, "--op", "linear_bf16=cutedsl").stdout
+    assert len(shapes) > 3, "first product, output, experts' shared weights, head"
+    shapes.clear()
+    assert ran(*arguments).stdout == shown and not shapes
 
 
 def test_chat_answers_resets_and_leaves(model: str) -> None:

@@ -56,7 +56,7 @@ def within_memory(
         raise ConfigError(
             f"memory_fraction {fraction:g} of {gpu_bytes / 1e9:.1f} GB leaves room for {tokens:,} tokens beside"
             f" {weight_bytes / 1e9:.1f} GB of weights, and a context of {max(context, 2):,} needs"
-            f" {max(context, 2) + PAGE_SIZE:,}: raise it, or use more GPUs, --latent fp8 or a smaller --context"
+            f" {max(context, 2) + PAGE_SIZE:,}: raise it, or use more GPUs (--tp), --latent fp8 or a smaller --context"
         )
     if context < settings.context:
         LOG.info("context %d: what %g of the GPU's memory holds beside the weights", context, fraction)

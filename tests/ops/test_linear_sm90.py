@@ -51,7 +51,7 @@ def test_a_packed_weight_can_be_restored(strips: int, bits: int) -> None:
     """Groups that divide the outputs, and a last group that is smaller."""
     weight = torch.randint(0, 256, (80, 192), dtype=torch.uint8)
     weight = weight if bits == 8 else weight.to(torch.bfloat16)
-    cut = sm90_tiling.cut(192 * bits // 512, sm90_tiling.Recorded(strips, 1, 48), bits)
+    cut = sm90_tiling.cut(5, 192 * bits // 512, sm90_tiling.Recorded(strips, 1, 48), bits)
     packed = sm90_packing.arrange(weight, cut)
     assert packed.shape == (5, 192 * bits // 512, 2, 32, 128 // bits)
     assert not torch.equal(packed.flatten(), weight.flatten())
@@ -71,13 +71,15 @@ def test_interleaved_codes_can_be_separated() -> None:
 
 
 def test_where_a_weight_lies_when_packed() -> None:
-    """Lane 4 * output + piece has 16 bytes of that output; outputs 8..15 follow; a group's strips share a block of K."""
+    """Lane 4 * output + piece has two pairs of K of that output and of the eighth after it in turn, then the next two; a group's
+    strips share a block of K."""
     weight = torch.arange(48 * 64, dtype=torch.int32).view(48, 64)
-    cut = sm90_tiling.cut(2, sm90_tiling.Recorded(3, 1, 48), 16)
+    cut = sm90_tiling.cut(3, 2, sm90_tiling.Recorded(3, 1, 48), 16)
     packed = sm90_packing.arrange(weight, cut).flatten()
-    block, strip, half, lane, element = 1, 2, 1, 13, 5
-    place = (((block * 3 + strip) * 2 + half) * 32 + lane) * 8 + element
-    assert packed[place] == weight[strip * 16 + half * 8 + lane // 4, block * 32 + lane % 4 * 8 + element]
+    block, strip, half, lane, pair, upper = 1, 2, 1, 13, 1, 1
+    place = (((block * 3 + strip) * 2 + half) * 32 + lane) * 8 + pair * 4 + upper * 2 + 1
+    expected = weight[strip * 16 + upper * 8 + lane // 4, block * 32 + lane % 4 * 8 + half * 4 + pair * 2 + 1]
+    assert packed[place] == expected
 
 
 def test_a_gated_weight_can_be_restored() -> None:
@@ -144,7 +146,7 @@ def test_the_source_compiles_without_spills(shape: tuple[int, int, int], nvrtc: 
 def test_fused_forms_compile_without_spills(nvrtc: None) -> None:
     for shape in ((2048, 2048, 16), (6144, 2048, 8)):
         cut = sm90_tiling.tiling(*shape)
-        made = sm90.normed_kernel(cut, 2, shape[1] * shape[2] // 512)[0], sm90.best_kernel(cut, 2)[0]
+        made = sm90.normed_kernel(cut, 2)[0], sm90.best_kernel(cut, 2)[0]
         for kernel in made:
             usage = kernel.usage("sm_90a")
             assert usage.spill_store_bytes == usage.spill_load_bytes == 0

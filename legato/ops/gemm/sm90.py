@@ -29,7 +29,7 @@ from legato.ops.gemm import (
 from legato.ops.gemm.best import best_of, linear_bf16_best, linear_fp8_block_best
 from legato.ops.gemm.library import by_library
 from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, restore, restore_swiglu, separated
-from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, tiling
+from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, shared_bytes, tiling
 from legato.ops.pointwise import rms_norm, swiglu
 
 __all__ = ["sm90_heads"]  # attached by being imported
@@ -50,11 +50,11 @@ def kernel(cut: Tiling, tiles: int, swiglu: int = 0) -> tuple[Kernel, int]:
 
 
 @cache
-def normed_kernel(cut: Tiling, tiles: int, k_blocks: int) -> tuple[Kernel, int]:
-    """As `kernel`, for rows of so many blocks of K that are normed on the way in."""
-    shared, macros = cut.shared_bytes(tiles), cut.macros(tiles)
-    even = k_blocks == WARPS * macros["BATCH"] * macros["CHUNK"]
-    return Kernel(Source(_SOURCE, {**macros, "NORM": 1, "EVEN": int(even)}), "linear", shared_bytes=shared), shared
+def normed_kernel(cut: Tiling, tiles: int) -> tuple[Kernel, int]:
+    """As `kernel`, for rows that are normed on the way in."""
+    macros = cut.normed_macros(tiles)
+    shared = shared_bytes(macros)
+    return Kernel(Source(_SOURCE, macros), "linear", shared_bytes=shared), shared
 
 
 def norms(cut: Tiling) -> bool:
@@ -117,16 +117,16 @@ def _launch(packed: Packed, x: Tensor, residual: Tensor | None, y: Tensor) -> No
     weight, rows, outputs = packed.weight, x.shape[0], packed.outputs
     tiles = next(tiles for tiles in TILES if 8 * tiles >= rows)
     compiled, how = packed.launch(kernel(packed.cut, tiles, int(packed.gated)))
-    compiled(how, weight, x, residual, y, rows, outputs, weight.shape[1], x.stride(0), outputs, *packed.scales)
+    compiled(how, weight, x, residual, y, rows, outputs, x.stride(0), outputs, *packed.scales)
 
 
 def multiply_normed(packed: Packed, x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """The same of up to 16 rows that are normed on the way in, for a tiling that `norms`."""
     rows, outputs, weight = x.shape[0], packed.outputs, packed.weight
     y = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x.device)
-    compiled, how = packed.launch(normed_kernel(packed.cut, 1 if rows <= 8 else 2, weight.shape[1]))
-    x, numbers = _rows(x), (rows, outputs, weight.shape[1])
-    compiled(how, weight, x, None, y, *numbers, x.stride(0), outputs, *packed.scales, norm, float(eps))
+    compiled, how = packed.launch(normed_kernel(packed.cut, 1 if rows <= 8 else 2))
+    x = _rows(x)
+    compiled(how, weight, x, None, y, rows, outputs, x.stride(0), outputs, *packed.scales, norm, float(eps))
     return y
 
 
@@ -135,9 +135,8 @@ def multiply_best(packed: Packed, x: Tensor, first: int, width: int) -> tuple[Te
     rows, weight = x.shape[0], packed.weight
     tokens, keys = (torch.empty(rows, dtype=torch.int64, device=x.device) for _ in range(2))
     compiled, how = packed.launch(best_kernel(packed.cut, 1 if rows <= 8 else 2))
-    x, numbers = _rows(x), (rows, packed.outputs, weight.shape[1])
-    ballot = (_ballot(x.device), keys, first, width)
-    compiled(how, weight, x, None, tokens, *numbers, x.stride(0), packed.outputs, *packed.scales, *ballot)
+    x, outputs, ballot = _rows(x), packed.outputs, (_ballot(x.device), keys, first, width)
+    compiled(how, weight, x, None, tokens, rows, outputs, x.stride(0), outputs, *packed.scales, *ballot)
     return tokens, keys
 
 

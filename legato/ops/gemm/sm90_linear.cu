@@ -1,8 +1,9 @@
 // y = x W^T (+ residual) for a few rows of x, bound by the bytes of W.
 //
 // Weights stand on the wide side of mma.m16n8k16 (16 of them by 8 rows of x). They were reordered once, at load (see
-// sm90.py): "blocks" of 1 KB hold 16 outputs by 64 bytes of K in the order in which a warp's lanes want them, and all
-// blocks that a warp reads one after the other lie one after the other. Each warp therefore streams its own slice of K
+// sm90_packing.py): "blocks" of 1 KB hold 16 outputs by 64 bytes of K in the order in which a warp's lanes want them (in
+// bfloat16, 16 bytes of a lane are its whole part of one mma), and all blocks that a warp reads one after the other lie one
+// after the other. Each warp therefore streams its own slice of K
 // through a ring of its own with plain bulk copies and needs no other warp until its sum is complete. No load of a
 // weight waits for the preceding kernel: the rings are filled before griddepcontrol.wait.
 //
@@ -11,20 +12,26 @@
 // always in the same order. Nothing depends on the number of rows but the number of tiles of 8 of them, and a row's
 // arithmetic does not depend on that either.
 //
-// x comes in one of two ways. Where a block reads little of it, lanes fetch their fragments straight into registers, a
-// batch ahead (X_COPIES 0): that has the shortest latency. Where much, warps copy their rows' parts into rings of their
-// own (X_COPIES 1): fragments would take requests of 64 bytes, and their number is what a multiprocessor would wait for.
+// x comes in one of three ways. Where a block reads little of it, lanes fetch their fragments straight into registers, a
+// batch ahead (X_COPIES 0): that has the shortest latency. Where K is long, warps copy their rows' parts into rings of their
+// own (X_COPIES 1): fragments would take requests of 64 bytes, and their number is what a multiprocessor would wait for. Where
+// more is on its way at once than the L1 holds, through which loads come, asynchronous copies of 16 bytes go past it (X_ASYNC).
 //
-// Macros: STRIPS, WARPS, RANKS as above; TILES of 8 rows; CHUNK: blocks of K in a slot of the ring; SLOTS: of a ring;
+// What is known of a weight is compiled in: a kernel that is started hundreds of times in an iteration, between others, waits
+// for each of its instructions to be fetched.
+//
+// Macros: STRIPS, WARPS, RANKS as above; K_BLOCKS: blocks of K that the weight has; WHOLE: its strips divide into groups of
+// STRIPS; TILES of 8 rows; CHUNK: blocks of K in a slot of the ring; SLOTS: of a ring;
 // BATCH: slots whose part of x is fetched together; X_SLOTS: such batches in flight (X_COPIES 0: 1 if a slice is never
 // longer than a batch, else 2); PACED: slots of a ring in flight while the dependency is not resolved (the others are
 // asked for as those arrive, so that weights for later do not delay those that the preceding kernel still waits for);
-// FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold; SWIGLU:
+// FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold;
+// RELEASE_LATE: the next kernel's blocks are let in when a warp has asked for its last weights, not before; SWIGLU:
 // outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide. NORM: x is an
 // RMSNorm's input. Lanes multiply it by the norm's weight as they hold it, each warp sums the squares of its slice of K
 // beside its products, and the block divides by their root at the end: x is read once and no normed row is written
-// (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once); EVEN: with it, that all
-// slices are X_BLOCKS long. BEST: of each row only the highest output is wanted. Blocks meet at a key per row, value above and
+// (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once). BEST: of each row only the
+// highest output is wanted. Blocks meet at a key per row, value above and
 // complement of the index below, by atomic maxima, whose order does not matter; the last one says which it is.
 
 #ifndef BEST
@@ -32,9 +39,6 @@
 #endif
 #ifndef NORM
 #define NORM 0
-#endif
-#ifndef EVEN
-#define EVEN 0
 #endif
 
 typedef unsigned int u32;
@@ -57,12 +61,14 @@ constexpr int X_BLOCKS = BATCH * CHUNK;       // of K, in a slot of x
 constexpr int X_ROW = X_BLOCKS * BLOCK_K * 2;
 constexpr int X_PITCH = FP8 ? X_ROW + 16 : X_ROW % 128 ? X_ROW : X_ROW + 64;  // two rows' pieces hit different banks
 constexpr int X_SLOT_BYTES = TOKENS * X_PITCH;
-constexpr int X_BYTES = X_COPIES ? WARPS * X_SLOTS * X_SLOT_BYTES : 0;
+constexpr int X_BYTES = X_COPIES || X_ASYNC ? WARPS * X_SLOTS * X_SLOT_BYTES : 0;
 constexpr int INBOX_BYTES = RANKS > 1 ? RANKS * TOKENS * OWN * 4 : 0;
 constexpr int QUADS = OUTPUTS / 4;            // groups of four outputs, the unit of the reduction
 constexpr int OWN_QUADS = OWN / 4;
 constexpr int ITEM_QUADS = SWIGLU ? 2 : 1;     // that one thread finishes together
 constexpr int OWN_ITEMS = (TOKENS * OWN_QUADS / ITEM_QUADS + THREADS - 1) / THREADS;
+constexpr bool EVENLY = K_BLOCKS % (RANKS * WARPS) == 0;  // all slices of K are equally long
+constexpr int SLICE = K_BLOCKS / (RANKS * WARPS);
 static_assert(OWN_QUADS % ITEM_QUADS == 0, "a gate and its up belong to the same rank");
 static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four outputs");
 static_assert(!BEST || (!SWIGLU && TOKENS <= 16), "the best of what a product is, of few rows");
@@ -89,6 +95,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "bra.uni again;\n"
       "ready:\n}" ::"r"(barrier), "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ bool elected() {
+  u32 is;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is));
+  return is;
 }
 
 __device__ __forceinline__ void copy_bulk(u32 target, const void *source, u32 bytes, u32 barrier, u64 policy) {
@@ -148,7 +160,7 @@ __device__ __forceinline__ u64 better(u64 a, u64 b) { return a > b ? a : b; }
 constexpr int PIECES = FP8 ? 2 : 1;  // of 16 bytes: what a lane needs of a row of x for one block of K
 typedef uint4 Fragments[TILES][PIECES];
 
-#if !X_COPIES
+#if !X_COPIES && !X_ASYNC
 __device__ __forceinline__ uint4 load_fresh(const void *pointer) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -157,23 +169,21 @@ __device__ __forceinline__ uint4 load_fresh(const void *pointer) {
   return v;
 }
 
-struct Rows {
-  const u8 *x;    // at this lane's row of tile 0 and its place in a block of K
-  size_t stride;  // bytes from one row to the next
-  int left;       // rows from this lane's row of tile 0 on
-};
-
-// This lane's part of x for `count` blocks of K from `first` on, at most a batch.
-__device__ __forceinline__ void load_rows(Fragments (&into)[X_BLOCKS], const Rows &rows, int first, int count) {
+// This lane's part of x for `count` blocks of K from `first` on, at most a batch. `rows`: where its row of each tile begins, at
+// its place in a block of K; rows that there are not repeat the last, since such sums go nowhere.
+__device__ __forceinline__ void load_rows(Fragments (&into)[X_BLOCKS], const u8 *const (&rows)[TILES], int first, int count) {
 #pragma unroll
   for (int b = 0; b < X_BLOCKS; ++b)
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
       for (int p = 0; p < PIECES; ++p) {
-        into[b][tile][p] = make_uint4(0, 0, 0, 0);
-        if (b < count && tile * 8 < rows.left)
-          into[b][tile][p] = load_fresh(rows.x + tile * 8 * rows.stride + size_t(first + b) * (BLOCK_K * 2) + p * 16);
+        if (EVENLY && SLICE % X_BLOCKS == 0) {
+          into[b][tile][p] = load_fresh(rows[tile] + size_t(first + b) * (BLOCK_K * 2) + p * 16);
+        } else {
+          into[b][tile][p] = make_uint4(0, 0, 0, 0);
+          if (b < count) into[b][tile][p] = load_fresh(rows[tile] + size_t(first + b) * (BLOCK_K * 2) + p * 16);
+        }
       }
 }
 #endif
@@ -203,6 +213,7 @@ __device__ __forceinline__ void scale(Fragments &into, const Fragments &x, const
   }
 }
 
+#if !X_ASYNC
 // This lane's part of x for a whole slice of K. Blocks and rows that there are not repeat the last: loads without conditions
 // are in flight together, and such sums go nowhere.
 __device__ __forceinline__ void load_slice(Fragments (&into)[X_BLOCKS], const u8 *x, size_t stride, int last_row, int count,
@@ -214,9 +225,11 @@ __device__ __forceinline__ void load_slice(Fragments (&into)[X_BLOCKS], const u8
     for (int b = 0; b < X_BLOCKS; ++b)
 #pragma unroll
       for (int p = 0; p < PIECES; ++p)
-        into[b][tile][p] = load_fresh(row + (EVEN ? b : min(b, max(count - 1, 0))) * (BLOCK_K * 2) + p * 16);
+        into[b][tile][p] =
+            load_fresh(row + (EVENLY && SLICE == X_BLOCKS ? b : min(b, max(count - 1, 0))) * (BLOCK_K * 2) + p * 16);
   }
 }
+#endif
 #endif
 
 #if FP8
@@ -255,8 +268,9 @@ struct Scales {
 #ifndef FP8_CHAINS
 #define FP8_CHAINS 2
 #endif
-// One block of K, `live` strips: the last group of a weight may have fewer than STRIPS.
-__device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u8 *block, int live, int lane,
+// One block of K. Of the last group of a weight, which may have fewer strips, whatever lies behind them is multiplied too: such
+// sums go nowhere.
+__device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u8 *block, int lane,
                                          const Scales &scales, int pair) {
 #if FP8
   Fragments high;
@@ -269,7 +283,6 @@ __device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u
 #endif
 #pragma unroll
   for (int strip = 0; strip < STRIPS; ++strip) {
-    if (strip >= live) break;
     const uint4 upper = *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + lane * 16);
     const uint4 lower = *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + 512 + lane * 16);
 #if FP8
@@ -296,8 +309,8 @@ __device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u
 #else
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      mma(sums[strip][tile][0], upper.x, lower.x, upper.y, lower.y, x[tile][0].x, x[tile][0].y);
-      mma(sums[strip][tile][CHAINS - 1], upper.z, lower.z, upper.w, lower.w, x[tile][0].z, x[tile][0].w);
+      mma(sums[strip][tile][0], upper.x, upper.y, upper.z, upper.w, x[tile][0].x, x[tile][0].y);
+      mma(sums[strip][tile][CHAINS - 1], lower.x, lower.y, lower.z, lower.w, x[tile][0].z, x[tile][0].w);
     }
 #endif
   }
@@ -305,7 +318,7 @@ __device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     linear(const u8 *__restrict__ weight, const u8 *__restrict__ x, const u8 *__restrict__ residual,
-           u8 *__restrict__ y, int rows, int outputs, int k_blocks, int x_stride, int residual_stride
+           u8 *__restrict__ y, int rows, int outputs, int x_stride, int residual_stride
 #if FP8
            ,
            const float *__restrict__ scales, int scale_columns
@@ -328,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   __shared__ __align__(16) uint4 norm_pieces[WARPS][NORM_PIECES];
 #endif
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
   const int group = blockIdx.x / RANKS;
   u64 once;  // a weight is read by one block only
@@ -340,26 +353,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   // The slice of K, in blocks, of this warp among all warps of the cluster.
   const int slice = rank * WARPS + warp;
-  const int begin = slice * k_blocks / (RANKS * WARPS), end = (slice + 1) * k_blocks / (RANKS * WARPS);
-  const int num_chunks = (end - begin + CHUNK - 1) / CHUNK;
-  const int live = min(STRIPS, outputs / 16 - group * STRIPS);
-  const u8 *stream = weight + (size_t(group) * STRIPS * k_blocks + size_t(begin) * live) * BLOCK_BYTES;
+  const int begin = EVENLY ? slice * SLICE : slice * K_BLOCKS / (RANKS * WARPS);
+  const int length = EVENLY ? SLICE : (slice + 1) * K_BLOCKS / (RANKS * WARPS) - begin;
+  const int num_chunks = (length + CHUNK - 1) / CHUNK;
+  const int live = WHOLE ? STRIPS : min(STRIPS, outputs / 16 - group * STRIPS);
+  const u8 *stream = weight + (size_t(group) * STRIPS * K_BLOCKS + size_t(begin) * live) * BLOCK_BYTES;
   const u32 ring = shared_address(shared) + warp * PARTIAL_STRIDE;
   const u32 full = shared_address(full_barriers[warp]);
   const u32 x_full = shared_address(x_barriers[warp]);
 
   auto fetch = [&](int chunk) {
     const int slot = chunk % SLOTS;
-    const u32 bytes = min(CHUNK, end - begin - chunk * CHUNK) * live * BLOCK_BYTES;
+    const u32 bytes =
+        (EVENLY && SLICE % CHUNK == 0 ? CHUNK : min(CHUNK, length - chunk * CHUNK)) * live * BLOCK_BYTES;
     barrier_expect(full + slot * 8, bytes);
     copy_bulk(ring + slot * SLOT_BYTES, stream + size_t(chunk) * CHUNK * live * BLOCK_BYTES, bytes, full + slot * 8,
               once);
   };
-  if (lane == 0) {
+  const int ring_chunks = min(SLOTS, num_chunks);
+  if (elected()) {
     for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full + slot * 8, 1);
     for (int slot = 0; slot < X_SLOTS; ++slot) barrier_init(x_full + slot * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    for (int chunk = 0; chunk < min(PACED, num_chunks); ++chunk) fetch(chunk);
+    for (int chunk = 0; chunk < min(PACED, ring_chunks); ++chunk) fetch(chunk);
   }
   if (RANKS > 1 && threadIdx.x == 0) {
     barrier_init(shared_address(&inbox_barrier), 1);
@@ -367,14 +383,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     barrier_expect(shared_address(&inbox_barrier), rows * OUTPUTS * 4);
   }
   __syncwarp();
-  // Where a ring is asked for at once, without the fence of memory that an arrival otherwise is: it would take until the copies
-  // have come. Inits are published above. Behind a paced ring the fence costs nothing, and what runs before is disturbed less.
   if (RANKS > 1) {
-    if (PACED == SLOTS) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (PACED == SLOTS || RELEASE_LATE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     else asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
+#if !X_COPIES && !X_ASYNC && !NORM
+  const u8 *row_places[TILES];
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    row_places[tile] = x + size_t(min(tile * 8 + lane / 4, rows - 1)) * x_stride * 2 + lane % 4 * (BLOCK_K / 2) +
+                       size_t(begin) * (BLOCK_K * 2);
+    asm volatile("" : "+l"(row_places[tile]));
+  }
+#endif
   if (lane == 0)
-    for (int chunk = PACED; chunk < min(SLOTS, num_chunks); ++chunk) {
+    for (int chunk = PACED; chunk < ring_chunks; ++chunk) {
       barrier_wait(full + (chunk - PACED) * 8, 0);
       fetch(chunk);
     }
@@ -382,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if NORM
   // Into shared memory: that is over before the wait, where loads into registers would be moved behind it.
 #pragma unroll 1
-  for (int i = lane; i < (end - begin) * 4 * PIECES; i += 32)
+  for (int i = lane; i < length * 4 * PIECES; i += 32)
     norm_pieces[warp][i] = *reinterpret_cast<const uint4 *>(norm + size_t(begin) * (BLOCK_K * 2) + i * 16);
   __syncwarp();
 #endif
@@ -399,17 +422,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // Not before: what starts after a product may then read, ahead of its own wait, all that the product's input was made
   // from. Successors lose nothing: they have the time of the product itself to fetch what they need.
-  asm volatile("griddepcontrol.launch_dependents;");
+  if (!RELEASE_LATE || num_chunks <= SLOTS) asm volatile("griddepcontrol.launch_dependents;");
 
-  const int num_batches = (end - begin + X_BLOCKS - 1) / X_BLOCKS;
-#if X_COPIES
+  const int num_batches = (length + X_BLOCKS - 1) / X_BLOCKS;
+#if X_ASYNC
+  // This warp's part of x, batch by batch, 16 bytes a lane at a time.
+  u8 *const x_ring = shared + RINGS_BYTES + warp * (X_SLOTS * X_SLOT_BYTES);
+  auto fetch_x = [&](int batch) {
+    constexpr int ROW_PIECES = X_ROW / 16;
+    const int left = length - batch * X_BLOCKS;
+    const int pieces = EVENLY && SLICE % X_BLOCKS == 0 ? ROW_PIECES : min(X_BLOCKS, left) * (BLOCK_K / 8);
+    const u32 target = shared_address(x_ring) + batch % X_SLOTS * X_SLOT_BYTES;
+    const u8 *source = x + size_t(begin + batch * X_BLOCKS) * (BLOCK_K * 2);
+    if (left > 0) {
+#pragma unroll
+      for (int i = 0; i < (TOKENS * ROW_PIECES + 31) / 32; ++i) {
+        const int item = i * 32 + lane, row = item / ROW_PIECES, piece = item % ROW_PIECES;
+        if (row < rows && piece < pieces)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + row * X_PITCH + piece * 16),
+                       "l"(source + size_t(row) * x_stride * 2 + piece * 16)
+                       : "memory");
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+#pragma unroll
+  for (int batch = 0; batch < X_SLOTS; ++batch) fetch_x(batch);
+#elif X_COPIES
   // This warp's part of x, batch by batch; a lane copies a row. Rows that do not exist leave what was there: a row's sums
   // never meet another's.
   u8 *const x_ring = shared + RINGS_BYTES + warp * (X_SLOTS * X_SLOT_BYTES);
   auto fetch_x = [&](int batch) {
     const u32 slot = batch % X_SLOTS, barrier = x_full + slot * 8;
     const int first = begin + batch * X_BLOCKS;
-    const u32 bytes = min(X_BLOCKS, end - first) * (BLOCK_K * 2);
+    const u32 bytes = min(X_BLOCKS, length - batch * X_BLOCKS) * (BLOCK_K * 2);
     if (lane == 0) barrier_expect(barrier, rows * bytes);
     __syncwarp();
     for (int row = lane; row < rows; row += 32)
@@ -419,15 +465,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   for (int batch = 0; batch < min(X_SLOTS, num_batches); ++batch) fetch_x(batch);
 #elif NORM
   Fragments x_even[X_BLOCKS];
-  load_slice(x_even, x + size_t(begin) * (BLOCK_K * 2), size_t(x_stride) * 2, rows - 1, end - begin, lane);
-  float squares[TILES] = {};
+  load_slice(x_even, x + size_t(begin) * (BLOCK_K * 2), size_t(x_stride) * 2, rows - 1, length, lane);
 #else
-  Rows mine;
-  mine.stride = size_t(x_stride) * 2;
-  mine.left = rows - lane / 4;
-  mine.x = x + size_t(lane / 4) * mine.stride + (lane % 4) * (BLOCK_K / 2);
   Fragments x_even[X_BLOCKS];
-  load_rows(x_even, mine, begin, end - begin);
+  load_rows(x_even, row_places, 0, length);
 #endif
   // Four outputs of one row each: the residual is fetched now, while the weights are still on their way.
 #if !SWIGLU
@@ -442,13 +483,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
 #endif
 
+#if NORM
+  float squares[TILES] = {};
+#endif
   Sums sums = {};
   auto pair = [&](int block) { return (begin + block) / 2 - begin / 2; };
   auto consume = [&](int batch, const Fragments(&part)[X_BLOCKS]) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-      const int chunk = batch * BATCH + i, slot = chunk % SLOTS, count = min(CHUNK, end - begin - chunk * CHUNK);
-      if (count <= 0) break;
+      const int chunk = batch * BATCH + i, slot = chunk % SLOTS;
+      const int count = EVENLY && SLICE % CHUNK == 0 ? CHUNK : min(CHUNK, length - chunk * CHUNK);
+      if (!(EVENLY && SLICE % X_BLOCKS == 0) && length - chunk * CHUNK <= 0) break;
       const Fragments *own = part + i * CHUNK;
 #if NORM
       Fragments scaled[CHUNK];
@@ -460,25 +505,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
       barrier_wait(full + slot * 8, chunk / SLOTS & 1);
       const u8 *filled = shared + warp * PARTIAL_STRIDE + slot * SLOT_BYTES;
-      if (count >= CHUNK && live == STRIPS) {
 #pragma unroll
-        for (int b = 0; b < CHUNK; ++b)
-          multiply(sums, own[b], filled + b * STRIPS * BLOCK_BYTES, STRIPS, lane, scales_at,
-                   pair(chunk * CHUNK + b));
-      } else {
-#pragma unroll
-        for (int b = 0; b < CHUNK; ++b)
-          if (b < count)
-            multiply(sums, own[b], filled + b * live * BLOCK_BYTES, live, lane, scales_at,
-                     pair(chunk * CHUNK + b));
-      }
+      for (int b = 0; b < CHUNK; ++b)
+        if (b < count) multiply(sums, own[b], filled + b * live * BLOCK_BYTES, lane, scales_at, pair(chunk * CHUNK + b));
       __syncwarp();
-      if (lane == 0 && chunk + SLOTS < num_chunks) fetch(chunk + SLOTS);
+      if (chunk + SLOTS < num_chunks) {
+        // The copy must not overtake reads of the slot that are still on their way.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        if (elected()) fetch(chunk + SLOTS);
+        if (RELEASE_LATE && chunk + SLOTS == num_chunks - 1) asm volatile("griddepcontrol.launch_dependents;");
+      }
     }
   };
-#if X_COPIES
+#if X_COPIES || X_ASYNC
   for (int batch = 0; batch < num_batches; ++batch) {
+#if X_ASYNC
+    asm volatile("cp.async.wait_group %0;" ::"n"(X_SLOTS - 1) : "memory");
+    __syncwarp();
+#else
     barrier_wait(x_full + batch % X_SLOTS * 8, batch / X_SLOTS & 1);
+#endif
     const u8 *place = x_ring + batch % X_SLOTS * X_SLOT_BYTES + lane / 4 * X_PITCH + lane % 4 * (PIECES * 16);
     Fragments copied[X_BLOCKS];
 #pragma unroll
@@ -490,18 +536,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
           copied[b][tile][p] =
               *reinterpret_cast<const uint4 *>(place + b * (BLOCK_K * 2) + tile * 8 * X_PITCH + p * 16);
     __syncwarp();
-    if (batch + X_SLOTS < num_batches) fetch_x(batch + X_SLOTS);
+#if X_ASYNC
+    fetch_x(batch + X_SLOTS);
+#else
+    if (batch + X_SLOTS < num_batches) {
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      fetch_x(batch + X_SLOTS);
+    }
+#endif
     consume(batch, copied);
   }
 #elif X_SLOTS == 1
   consume(0, x_even);
 #else
   Fragments x_odd[X_BLOCKS];
+#if FP8
+#pragma unroll 1
+#endif
   for (int batch = 0; batch < num_batches; batch += 2) {
-    const int next = begin + (batch + 1) * X_BLOCKS, after = next + X_BLOCKS;
-    load_rows(x_odd, mine, next, end - next);
+    const int next = (batch + 1) * X_BLOCKS, after = next + X_BLOCKS;
+    if (next < length) load_rows(x_odd, row_places, next, length - next);
     consume(batch, x_even);
-    load_rows(x_even, mine, after, end - after);
+    if (next >= length) break;
+    if (after < length) load_rows(x_even, row_places, after, length - after);
     consume(batch + 1, x_odd);
   }
 #endif
@@ -585,7 +642,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     float squares = row_squares[0][token];
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) squares += row_squares[w][token];
-    const float factor = rsqrtf(squares / (k_blocks * BLOCK_K) + eps);
+    const float factor = rsqrtf(squares / float(K_BLOCKS * BLOCK_K) + eps);
     sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
 #endif
 #if SWIGLU

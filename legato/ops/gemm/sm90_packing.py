@@ -26,15 +26,20 @@ class Kept:
 def arrange(weight: Tensor, cut: Tiling) -> Tensor:
     """A weight [N, K] (16 divides N, a block's K divides K) in the order in which the kernel reads it.
 
-    A block of 1 KB is 16 outputs by 64 bytes of K: first the 16-byte pieces of outputs 0..7, lane by lane (lane = 4 *
-    output + piece), then those of 8..15. A group of `cut.strips` strips is K-major: all its strips of one block of K,
+    A block of 1 KB is 16 outputs by 64 bytes of K, in two halves of 16 bytes for each lane (lane = 4 * output + piece). e4m3: the
+    first half has the pieces of outputs 0..7, the second those of 8..15. bfloat16: a half is what one `mma` wants, two pairs of K
+    of an output and of the eighth after it in turn. A group of `cut.strips` strips is K-major: all its strips of one block of K,
     then the next block; the last group may have fewer. The result's shape [N/16, blocks, 2, 32, 16 bytes] says how much
     there is, not where it lies.
     """
     outputs, inputs = weight.shape
     piece = 128 // cut.bits
     total, k_blocks = outputs // STRIP, inputs // cut.block_k
-    blocks = weight.view(total, 2, 8, k_blocks, 4, piece).permute(0, 3, 1, 2, 4, 5).reshape(total, k_blocks, -1)
+    if cut.bits == 16:  # [strip, 8s of outputs, output, block, piece, half, pair of K, 2]
+        parted = weight.view(total, 2, 8, k_blocks, 4, 2, 2, 2).permute(0, 3, 5, 2, 4, 6, 1, 7)
+    else:
+        parted = weight.view(total, 2, 8, k_blocks, 4, piece).permute(0, 3, 1, 2, 4, 5)
+    blocks = parted.reshape(total, k_blocks, -1)
     whole = total // cut.strips * cut.strips
     parts = [blocks[:whole].unflatten(0, (-1, cut.strips)).transpose(1, 2).flatten()] if whole else []
     if whole < total:
@@ -50,8 +55,12 @@ def restore(packed: Tensor, cut: Tiling) -> Tensor:
     parts = [flat[: whole * k_blocks].view(-1, k_blocks, cut.strips, flat.shape[1]).transpose(1, 2).flatten(0, 1)]
     if whole < total:
         parts.append(flat[whole * k_blocks :].view(k_blocks, total - whole, -1).transpose(0, 1))
-    blocks = torch.cat(parts).view(total, k_blocks, 2, 8, 4, piece)
-    return blocks.permute(0, 2, 3, 1, 4, 5).reshape(total * STRIP, k_blocks * 4 * piece)
+    flat = torch.cat(parts)
+    if cut.bits == 16:
+        parted = flat.view(total, k_blocks, 2, 8, 4, 2, 2, 2).permute(0, 6, 3, 1, 4, 2, 5, 7)
+    else:
+        parted = flat.view(total, k_blocks, 2, 8, 4, piece).permute(0, 2, 3, 1, 4, 5)
+    return parted.reshape(total * STRIP, k_blocks * 4 * piece)
 
 
 def in_turn(gate_up: Tensor) -> Tensor:

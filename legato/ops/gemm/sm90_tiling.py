@@ -22,19 +22,25 @@ TILES = (1, 2, 4, 8)
 _SUM_REGISTERS = {16: 200, 8: 150}
 #: Shared memory of a multiprocessor, what the system keeps of it for each block, and a block's barriers.
 SHARED_BYTES, _RESERVED, _STATIC = 227 * 1024, 1024, 1024
+#: What is left of it as L1, since all kernels ask for the most shared memory.
+L1_BYTES = 28 * 1024
+#: Bytes of a row of x over one block of K, by whether weights are e4m3.
+_ROW_BYTES = (64, 128)
 
 
 @dataclass(frozen=True)
 class Recorded:
     """An entry of the table. `strips`, `ranks` as in `Tiling`; `ring`: KiB of weights in flight per thread block;
     `x_copies`: x by copies into shared memory, else straight into registers; `paced`: only one slot per warp is asked
-    for at first; `rows`: up to which it is faster than the library, where that differs from the rule."""
+    for at first; `beside`: up to 8 rows, two thread blocks stand on a multiprocessor, and the next kernel's are let in with
+    the last fetch; `rows`: up to which it is faster than the library, where that differs from the rule."""
 
     strips: int
     ranks: int
     ring: int
     x_copies: bool = False
     paced: bool = False
+    beside: bool = False
     rows: int | None = None
 
 
@@ -51,7 +57,8 @@ class Tiling:
     kernel's dependency is resolved; the others follow as those arrive. It fetches x for `batch` slots together: by
     copies into shared memory (`x_copies`), `x_slots` batches ahead, or straight into registers. `bits` of a weight: 16
     (bfloat16) or 8 (e4m3). All that is for one or two tiles of rows; more tiles read the same packed weight in smaller
-    pieces, and x always into registers. Beyond `most_rows` the library is faster.
+    pieces, and x always into registers. Beyond `most_rows` the library is faster. `k_blocks`: blocks of K that the weight
+    has, and `whole`: whether its strips divide into groups, for which the kernel is compiled.
     """
 
     strips: int
@@ -64,6 +71,9 @@ class Tiling:
     paced: int
     bits: int
     most_rows: int
+    k_blocks: int
+    whole: bool
+    beside: bool
 
     @property
     def block_k(self) -> int:
@@ -77,6 +87,18 @@ class Tiling:
 
     def macros(self, tiles: int) -> dict[str, int]:
         """The source's macros for so many tiles of 8 rows."""
+        made = self._in_registers(tiles)
+        asynchronous = tiles > 1 if self.bits == 8 else tiles == 2
+        return _with_residents(made | _past_the_l1(made) if asynchronous and not made["X_COPIES"] else made)
+
+    def normed_macros(self, tiles: int) -> dict[str, int]:
+        """The same for rows that are normed on the way in, each warp its whole slice of K at once."""
+        made = {**self._in_registers(tiles), "NORM": 1}
+        asynchronous = _past_the_l1(made) if tiles > 1 else {}
+        whole = asynchronous.get("X_SLOTS") == 1
+        return _with_residents(made | asynchronous if whole else made)
+
+    def _in_registers(self, tiles: int) -> dict[str, int]:
         made = {
             "STRIPS": self.strips,
             "WARPS": WARPS,
@@ -90,11 +112,12 @@ class Tiling:
             "PACED": self.paced,
             "FP8": int(self.bits == 8),
             "SWIGLU": 0,
+            "K_BLOCKS": self.k_blocks,
+            "WHOLE": int(self.whole),
+            "X_ASYNC": 0,
+            "RELEASE_LATE": int(self.beside and tiles == 1),
         }
-        if tiles > 2:
-            made |= self._of_many(tiles)
-        room = SHARED_BYTES // (_shared_bytes(made) + _RESERVED + _STATIC)
-        return {**made, "RESIDENT": 2 if room >= 2 and _fits_128_registers(made) else 1}
+        return made if tiles <= 2 else made | self._of_many(tiles)
 
     def _of_many(self, tiles: int) -> dict[str, int]:
         """What differs for more than two tiles: a ring of as many bytes in smaller slots, x in registers."""
@@ -119,16 +142,39 @@ class Tiling:
 
     def shared_bytes(self, tiles: int) -> int:
         """Dynamic shared memory of a thread block."""
-        return _shared_bytes(self.macros(tiles))
+        return shared_bytes(self.macros(tiles))
 
 
-def _shared_bytes(macros: dict[str, int]) -> int:
+def _past_the_l1(macros: dict[str, int]) -> dict[str, int]:
+    """What differs where the rows of x that are on their way at once exceed the L1, through which loads come: asynchronous
+    copies into shared memory, in as large pieces as there is room for. Nothing where they do not, or nothing fits."""
+    rows, k_blocks = WARPS * 8 * macros["TILES"], macros["BATCH"] * macros["CHUNK"] * macros["X_SLOTS"]
+    if rows * k_blocks * _ROW_BYTES[macros["FP8"]] > L1_BYTES:
+        for batch, x_slots in ((macros["BATCH"], macros["X_SLOTS"]), (1, 3), (1, 2)):
+            made = {"X_ASYNC": 1, "BATCH": batch, "X_SLOTS": x_slots}
+            if _with_reserve(macros | made) <= SHARED_BYTES:
+                return made
+    return {}
+
+
+def _with_residents(macros: dict[str, int]) -> dict[str, int]:
+    fits = macros["RELEASE_LATE"] or _fits_128_registers(macros)
+    return {**macros, "RESIDENT": 2 if fits and 2 * _with_reserve(macros) <= SHARED_BYTES else 1}
+
+
+def _with_reserve(macros: dict[str, int]) -> int:
+    normed = macros["BATCH"] * macros["CHUNK"] * _ROW_BYTES[macros["FP8"]] * WARPS if macros.get("NORM") else 0
+    return shared_bytes(macros) + normed + _RESERVED + _STATIC
+
+
+def shared_bytes(macros: dict[str, int]) -> int:
+    """Dynamic shared memory of a thread block of a kernel with such macros."""
     outputs, tokens = macros["STRIPS"] * STRIP, 8 * macros["TILES"]
     ring = macros["SLOTS"] * macros["CHUNK"] * macros["STRIPS"] * BLOCK_BYTES
     partial = tokens * (outputs + 4) * 4
-    x_row = macros["BATCH"] * macros["CHUNK"] * (128 if macros["FP8"] else 64)
+    x_row = macros["BATCH"] * macros["CHUNK"] * _ROW_BYTES[macros["FP8"]]
     x_pitch = x_row + 16 if macros["FP8"] else x_row if x_row % 128 else x_row + 64
-    x_ring = macros["X_SLOTS"] * tokens * x_pitch if macros["X_COPIES"] else 0
+    x_ring = macros["X_SLOTS"] * tokens * x_pitch if macros["X_COPIES"] or macros["X_ASYNC"] else 0
     inbox = tokens * outputs * 4 if macros["RANKS"] > 1 else 0
     return macros["WARPS"] * (max(ring, partial) + x_ring) + inbox
 
@@ -138,7 +184,7 @@ def _registers(macros: dict[str, int]) -> int:
     chains = 2 if macros["STRIPS"] <= 2 and not macros["FP8"] else 1
     sums = 4 * macros["STRIPS"] * macros["TILES"] * chains
     products = 8 * macros["TILES"] if macros["FP8"] and macros["TILES"] > 2 else 0
-    batches = 0 if macros["X_COPIES"] else macros["X_SLOTS"]
+    batches = 0 if macros["X_COPIES"] else 1 if macros["X_ASYNC"] else macros["X_SLOTS"]
     x = 4 * macros["BATCH"] * macros["CHUNK"] * macros["TILES"] * batches * (2 if macros["FP8"] else 1)
     return sums + products + x
 
@@ -147,7 +193,7 @@ def _fits_128_registers(macros: dict[str, int]) -> bool:
     return _registers(macros) <= (64 if macros["FP8"] else 96 if macros["TILES"] <= 2 else 80)
 
 
-def cut(k_blocks: int, recorded: Recorded, bits: int) -> Tiling:
+def cut(strips_of_all: int, k_blocks: int, recorded: Recorded, bits: int) -> Tiling:
     """The tiling of a weight with `k_blocks` blocks of K: slots of about 4 KiB, as many as the ring holds."""
     strips, x_copies, paced = recorded.strips, recorded.x_copies, recorded.paced
     longest = -(-k_blocks // (recorded.ranks * WARPS))
@@ -166,7 +212,9 @@ def cut(k_blocks: int, recorded: Recorded, bits: int) -> Tiling:
     x_slots = 1 if batch * chunk >= longest else ahead
     in_flight = 1 if paced else slots
     rows = recorded.rows or _FASTER_ROWS[bits]
-    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, bits, rows)
+    whole_groups = strips_of_all % strips == 0
+    shape = (bits, rows, k_blocks, whole_groups)
+    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, *shape, recorded.beside)
 
 
 #: (outputs, inputs, bits) -> how the weight is cut.
@@ -247,4 +295,5 @@ def tiling(outputs: int, inputs: int, bits: int) -> Tiling | None:
     if outputs % STRIP or inputs * bits % 512 or not outputs or not inputs:
         return None
     recorded = RECORDED.get((outputs, inputs, bits))
-    return cut(inputs * bits // 512, recorded or _by_rule(outputs // STRIP, inputs, bits), bits)
+    strips = outputs // STRIP
+    return cut(strips, inputs * bits // 512, recorded or _by_rule(strips, inputs, bits), bits)

@@ -1,10 +1,11 @@
-"""HTTP/1.1 on a connection, with a limit on what stands before the body.
+"""HTTP/1.1 on a connection, with limits on what stands before the body: its size, and the time until it is complete.
 
-Owns that limit: uvicorn's own parser has none. Called by `server.run`, which gives the class to uvicorn.
+Owns those limits: uvicorn's own parser has none. Called by `server.run`, which gives the class to uvicorn.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,8 +18,10 @@ LINGER_S = 2.0
 """How long a refused connection stays open, for the client to read why."""
 
 
-def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
-    """A protocol class that answers 431 and closes where request line and headers are longer than `max_header_bytes`."""
+def protocol(max_header_bytes: int, header_timeout_s: float) -> type[HttpToolsProtocol]:
+    """A protocol class that answers 431 and closes where request line and headers are longer than `max_header_bytes`, and closes
+    where they are not complete `header_timeout_s` after their first byte, or where a connection says nothing for as long as an
+    idle one may stay open: those who hold connections open would otherwise take them from everyone."""
     body = msgspec.json.encode(
         reply_of(ApiError(431, f"the request line and headers are longer than {max_header_bytes} bytes"))
     )
@@ -32,11 +35,22 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
         _given = _size = 0
         _is_before_body, _is_refused = True, False
+        _closing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._close_in(self.timeout_keep_alive)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._keep_open()
+            super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             if self._is_refused:
                 return
             if self._is_before_body:
+                if not self._given:
+                    self._close_in(header_timeout_s)
                 self._given += len(data)
             super().data_received(data)
             if self._is_before_body and self._given > max_header_bytes:
@@ -52,6 +66,7 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._is_before_body = False
+            self._keep_open()
             if self._size > max_header_bytes:
                 self._refuse()
             else:
@@ -70,6 +85,15 @@ def protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
 
         def _unsupported_upgrade_warning(self) -> None:
             """Nobody needs to install anything: there is no web socket here, and the request is answered as any other."""
+
+        def _close_in(self, seconds: float) -> None:
+            self._keep_open()
+            self._closing = self.loop.call_later(seconds, self.transport.close)
+
+        def _keep_open(self) -> None:
+            if self._closing is not None:
+                self._closing.cancel()
+                self._closing = None
 
         def _refuse(self) -> None:
             if not self._is_refused and not self.transport.is_closing():

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import time
@@ -44,6 +45,9 @@ LINGER_S = 3
 IDLE_S = 120
 """Seconds that a connection stays open between two requests: longer than clients and proxies keep theirs (httpx 5, nginx and AWS
 load balancers 60, Go 90), for whoever closes first must not be the one that does not know of a request under way."""
+
+OPEN_FILES = 65536
+"""As many connections may be open, where the system lets a process have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,13 @@ async def serve(
         TokenizerError, ChatError, SettingsError: the checkpoint's text files cannot be used.
     """
     started = time.monotonic()
+    _raise_file_limit()
     doorway = Doorway()
     application: Application = doorway if tracing is None else tracing.around(doorway)
     http = HttpServer(
         uvicorn.Config(
             AccessLog(application) if access_log else application,
-            http=protocol(settings.limits.max_header_bytes),
+            http=protocol(settings.limits.max_header_bytes, settings.limits.body_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -145,6 +150,15 @@ async def serve(
                     await _until_end(client, stop, settings.drain_s)
             finally:
                 await client.close()
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and where nobody chose a limit it is 1024, beyond which new ones are reset."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system may have a lower limit than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _metrics(client: EngineClient, settings: ServerSettings) -> Metrics:

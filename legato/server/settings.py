@@ -77,7 +77,7 @@ class RequestLimits:
     Attributes:
         max_body_bytes: longer bodies are refused with 413 while they arrive.
         max_header_bytes: more header bytes are refused with 431.
-        body_timeout_s: longest pause within a body; then it is refused with 408.
+        body_timeout_s: longest pause within a body; then it is refused with 408. Headers that take longer are cut off.
         max_stop_strings, max_stop_length: stop strings of one request, and characters of each.
         max_choices: `n` times the number of prompts.
         timeout_s: most seconds that a request may take; `None`: no limit. A request may ask for less.

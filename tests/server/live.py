@@ -16,11 +16,14 @@ from legato.server.protocol import protocol
 class Live:
     """Serves what `start` gives, in a thread with its own event loop, until `close`.
 
-    `start` runs in that loop and returns the application and what to do at the end.
+    `start` runs in that loop and returns the application and what to do at the end. `patience_s`: for headers, and for a
+    connection that says nothing.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[tuple[Any, Callable[[], Awaitable[None]]]]]) -> None:
-        self._start = start
+    def __init__(
+        self, start: Callable[[], Awaitable[tuple[Any, Callable[[], Awaitable[None]]]]], patience_s: float = 30.0
+    ) -> None:
+        self._start, self._patience_s = start, patience_s
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -44,7 +47,13 @@ class Live:
             self._ready.set()
             return
         config = uvicorn.Config(
-            app, http=protocol(64 * 1024), ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1
+            app,
+            http=protocol(64 * 1024, self._patience_s),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=self._patience_s,  # type: ignore[arg-type]
         )
         self.server = uvicorn.Server(config)
         serving = asyncio.create_task(self.server.serve(sockets=[self._sock]))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from legato.server.client import GenerationRequest, RequestRefused
 from legato.server.submission import framed
 from legato.types import SamplingParams
+from tests.server.live import Live
 from tests.server.scripted import HI, Server, error_of
 
 
@@ -49,6 +53,30 @@ def test_an_encoded_body_is_refused_by_its_encoding(server: Server) -> None:
     assert "gzip" in error_of(reply, 415)["message"]
     identity = {"content-encoding": "identity"}
     assert server.http.post("/v1/chat/completions", json={"messages": HI}, headers=identity).status_code == 200
+
+
+def test_who_says_nothing_or_half_a_header_is_cut_off() -> None:
+    async def start() -> Any:
+        async def end() -> None: ...
+
+        async def slow(scope: Any, receive: Any, send: Any) -> None:
+            await asyncio.sleep(0.6)
+            await PlainTextResponse("late")(scope, receive, send)
+
+        return slow, end
+
+    live = Live(start, patience_s=0.2)
+    try:
+        for said in (b"", b"GET / HTTP/1.1\r\nhost: x\r\nslo"):
+            with socket.create_connection(("127.0.0.1", live.port), timeout=20) as sock:
+                sock.sendall(said)
+                assert sock.recv(100) == b"", "closed without an answer"
+        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as sock:
+            for piece in (b"GET / HTTP/1.1\r\n", b"host: x\r\n", b"\r\n"):
+                sock.sendall(piece)
+            assert b"late" in sock.recv(1000), "an answer may take its time"
+    finally:
+        live.close()
 
 
 def test_a_bias_is_given_once(server: Server) -> None:

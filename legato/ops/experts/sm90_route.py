@@ -21,8 +21,8 @@ _CHOOSE = Path(__file__).with_name("sm90_choose.cu")
 MOST_ROWS, MOST_CHOICES = 64, 32
 #: Warps of a block of `sm90_choose.cu`.
 _WARPS = 8
-#: Experts of a cluster; blocks of a cluster, which share K; their threads; K of a step; bytes of a step.
-_EXPERTS, _CLUSTER, _THREADS, _STEP_K, _STEP_BYTES = 16, 8, 128, 64, 2048
+#: Experts of a group; blocks of a group, which share K; their threads; K of a step; bytes of a step.
+_EXPERTS, _PARTS, _THREADS, _STEP_K, _STEP_BYTES = 16, 8, 160, 64, 2048
 #: Experts at most, so that all blocks run at once.
 _MOST_EXPERTS = 256
 _SHARED_BYTES = 190 * 1024
@@ -34,7 +34,7 @@ def serves(num_experts: int, hidden: int) -> bool:
 
 
 def _shared_bytes(hidden: int, terms: int) -> int:
-    return terms * -(-(hidden // _STEP_K) // _CLUSTER) * _STEP_BYTES
+    return terms * -(-(hidden // _STEP_K) // _PARTS) * _STEP_BYTES
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -68,10 +68,10 @@ def _kernel(hidden: int, num_experts: int, terms: int) -> tuple[Kernel, int]:
 
 
 @cache
-def _logits(device: torch.device, groups: int) -> tuple[Tensor, Tensor]:
-    """Two buffers of logits in which nothing is there yet, and the state of the launches that take turns with them."""
-    both = torch.full((2, MOST_ROWS, groups * _EXPERTS), -1, dtype=torch.int32, device=device)
-    return both, torch.zeros(3, dtype=torch.int64, device=device)
+def _sums(device: torch.device, groups: int) -> tuple[Tensor, Tensor]:
+    """Two buffers of the parts' sums in which nothing is there yet, and the state of the launches that take turns with them."""
+    both = torch.full((2, MOST_ROWS, _PARTS, groups * _EXPERTS), -1, dtype=torch.int32, device=device)
+    return both, torch.zeros(4, dtype=torch.int32, device=device)
 
 
 def choose(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -81,15 +81,15 @@ def choose(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tup
     weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
     kernel, shared = _kernel(packed.shape[2] * _STEP_K, num_experts, packed.shape[0])
     groups = packed.shape[1]
-    logits, state = _logits(x.device, groups)
+    sums, state = _sums(x.device, groups)
     how = Launch(
-        grid=(_CLUSTER * groups,),
+        grid=(_PARTS * groups,),
         block=(_THREADS,),
-        cluster=(_CLUSTER,),
+        cluster=(_PARTS,),
         shared_bytes=shared,
         programmatic=True,
     )
-    kernel(how, packed, x, bias, ids, weights, logits, state, rows, x.stride(0), k, scale)
+    kernel(how, packed, x, bias, ids, weights, sums, state, rows, x.stride(0), k, scale)
     return ids, weights
 
 

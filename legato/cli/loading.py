@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from legato.cli.progress import LoadingDisplay
 from legato.config import Config, ConfigError, score_rows
+from legato.engine.messages import Loading
 from legato.llm import LLM
 from legato.ops import BindError
 from legato.types import Stats
@@ -22,17 +23,17 @@ def load(config: Config, console: Console) -> LLM:
     Raises:
         ConfigError: among others, an override names an op or implementation that does not exist.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading", total=None)
+    display = LoadingDisplay(console)
 
-        def show(done_bytes: int, total_bytes: int, label: str) -> None:
-            bar.update(task, completed=done_bytes, total=total_bytes, description=label)
+    def show(done_bytes: int, total_bytes: int, label: str) -> None:
+        display.show(Loading(label, done_bytes, total_bytes))
 
-        try:
-            llm = LLM(config=config, progress=show)
-        except BindError as error:
-            raise ConfigError(f"--op: {error}") from error
+    try:
+        llm = LLM(config=config, progress=show)
+    except BindError as error:
+        raise ConfigError(f"--op: {error}") from error
+    finally:
+        display.close()
     console.print(score_memory(llm.settings.score_bytes, llm.settings.context), style="dim", highlight=False)
     return llm
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from legato.cli import logs
-from legato.cli.serve import LoadingDisplay, size_of
+from legato.cli.progress import LoadingDisplay, size_of
 from legato.cli.serve_checks import Logs
 from legato.engine.messages import Loading
 

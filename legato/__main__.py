@@ -109,7 +109,7 @@ def plan(
             "--gpus", help="Number of GPUs to plan for; may be repeated. By default 1, 2, 4 and 8.", show_default=False
         ),
     ] = None,
-    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB (10^9 bytes).")] = 141.0,
+    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB (10^9 bytes); an H200 has 150.")] = 150.0,
 ) -> None:
     """Says what a checkpoint needs: memory per GPU by part, cache bytes per token, longest context, faults.
 
@@ -181,7 +181,9 @@ def validate_server(
 def doctor(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OP]...", help="Only these ops, or folders of ops; by default all.", show_default=False),
+        typer.Argument(
+            metavar="[OP]...", help="Only these ops, or folders of ops; by default all.", show_default=False
+        ),
     ] = None,
     device: options.Device = "auto",
     output: Annotated[Literal["text", "json"], typer.Option(help="text, or JSON on stdout.")] = "text",

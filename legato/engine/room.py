@@ -11,14 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from legato.config import PAGE_SIZE, Config, ConfigError, Resolved
-from legato.model.footprint import cache_bytes
+from legato.model.footprint import FILLED, cache_bytes
 from legato.model.spec import ModelSpec
 
 LOG = logging.getLogger(__name__)
-
-DEFAULT_FRACTION = 0.85
-"""Of a GPU's memory, for weights and caches, where nothing is said: CUDA's context, graphs, repacked weights and activations take
-of the rest."""
 
 
 def bytes_per_token(spec: ModelSpec, settings: Resolved) -> int:
@@ -36,7 +32,7 @@ def within_memory(
     settings: Resolved, config: Config, spec: ModelSpec, weigh: Callable[[], int], gpu_bytes: int
 ) -> Resolved:
     """`settings` with caches that, beside one rank's weights, take the share of a GPU that `memory_fraction` names. Without
-    one they are as large as they were, if weights and caches keep within `DEFAULT_FRACTION` so, else as large as that allows. A
+    one they are as large as they were, if weights and caches keep within `FILLED` so, else as large as that allows. A
     context that nobody asked for is lowered to what the caches hold. A number of tokens that was given stands: then nothing is
     weighed. `weigh`: the bytes of a rank's weights.
 
@@ -46,7 +42,7 @@ def within_memory(
     if config.cache.tokens is not None:
         return settings
     weight_bytes = weigh()
-    fraction = DEFAULT_FRACTION if config.cache.memory_fraction is None else config.cache.memory_fraction
+    fraction = FILLED if config.cache.memory_fraction is None else config.cache.memory_fraction
     free = round(fraction * gpu_bytes) - weight_bytes
     tokens = max(free, 0) // (bytes_per_token(spec, settings) * PAGE_SIZE) * PAGE_SIZE
     if config.cache.memory_fraction is None:

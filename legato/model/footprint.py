@@ -19,10 +19,11 @@ from legato.model.names import Expected, Group, Kind, Split, expected
 from legato.model.spec import ModelSpec, SpecError
 from legato.quant.formats import Format, resident_bytes, split_multiple
 
-H200_BYTES = 141_000_000_000
-"""Memory of one H200 as sold: 141 GB."""
-RESERVE_BYTES = 6_000_000_000
-"""Set aside per GPU for the CUDA context, captured graphs, activations of a prefill chunk and tiles of index scores."""
+H200_BYTES = 150_000_000_000
+"""What a program finds on an H200 (records/2026-11-30-doctor), which is sold as 141 GB."""
+FILLED = 0.85
+"""Of a GPU's memory, for weights and caches, where nothing else is said: CUDA's context, graphs, repacked weights, activations
+and tiles of index scores take of the rest."""
 RANKS = (1, 2, 4, 8)
 PAGE_TOKENS = 64
 MTP = "MTP layer"
@@ -90,9 +91,9 @@ def plan(
     *,
     ranks: Sequence[int] = RANKS,
     gpu_bytes: int = H200_BYTES,
-    reserve_bytes: int = RESERVE_BYTES,
 ) -> Footprint:
-    """Plans a folder or hub id from its headers. Never raises for what it finds there: read `refusal`."""
+    """Plans a folder or hub id from its headers, for GPUs that are filled as an engine does it by default. Never raises for what
+    it finds there: read `refusal`."""
     label = where.label if isinstance(where, Checkpoint) else str(where)
     try:
         checkpoint = where if isinstance(where, Checkpoint) else Checkpoint.open(where)
@@ -106,7 +107,7 @@ def plan(
     cache = cache_bytes(spec)
     entries = expected(spec)
     alike = _alike(spec, inventory, entries)
-    plans = tuple(_rank_plan(spec, alike, cache, count, gpu_bytes, reserve_bytes) for count in ranks)
+    plans = tuple(_rank_plan(spec, alike, cache, count, gpu_bytes) for count in ranks)
     return Footprint(
         label=label,
         refusal=_refusal(inventory, plans),
@@ -208,8 +209,8 @@ def _rank_plan(
     cache: CacheBytes,
     ranks: int,
     gpu_bytes: int,
-    reserve_bytes: int,
 ) -> RankPlan:
+    reserve_bytes = gpu_bytes - round(FILLED * gpu_bytes)
     weights: dict[str, int] = {}
     for key, (count, _) in alike.items():
         weights[key.part] = weights.get(key.part, 0) + count * _bytes_per_rank(key, ranks)

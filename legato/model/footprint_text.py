@@ -120,9 +120,9 @@ def _conditions(footprint: Footprint) -> Text:
     plan = footprint.plans[0]
     lines = [
         f"Conditions: {size(footprint.gpu_bytes)} per GPU, of which {size(plan.reserve_bytes)} are set aside (context, "
-        "graphs, activations, index scores); weights keep the format of the checkpoint, kv_b as bf16; embedding, latent "
-        "projections, indexer, router and caches are replicated; a of b: the model's "
-        "limit, of the tokens there is room for; 1 GB = 10^9 bytes."
+        "graphs, activations, index scores), as an engine does unless --memory-fraction says otherwise; weights keep the "
+        "format of the checkpoint, kv_b as bf16; embedding, latent projections, indexer, router and caches are replicated; "
+        "a of b: the model's limit, of the tokens there is room for; 1 GB = 10^9 bytes."
     ]
     lines += [f"{_gpus(entry.ranks)}: cannot run: {entry.refusal}" for entry in footprint.plans if entry.refusal]
     return Text("\n".join(lines))

@@ -88,7 +88,15 @@ def protocol(max_header_bytes: int, header_timeout_s: float) -> type[HttpToolsPr
 
         def _close_in(self, seconds: float) -> None:
             self._keep_open()
-            self._closing = self.loop.call_later(seconds, self.transport.close)
+            self._closing = self.loop.call_later(seconds, self._close_unless_answering)
+
+        def _close_unless_answering(self) -> None:
+            """What comes while an answer is under way may be a line end behind a body, as some clients send it."""
+            cycle: RequestResponseCycle | None = self.cycle  # None until the first request
+            if cycle is not None and not cycle.response_complete:
+                self._close_in(header_timeout_s)
+            else:
+                self.transport.close()
 
         def _keep_open(self) -> None:
             if self._closing is not None:

@@ -10,9 +10,11 @@ from legato.ops.cache import gather_index_pages, gather_latent, store_index_keys
 from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
 from legato.ops.gemm import (
     linear_bf16,
+    linear_bf16_best,
     linear_bf16_normed,
     linear_draft,
     linear_fp8_block,
+    linear_fp8_block_best,
     linear_fp8_block_normed,
     linear_heads,
     linear_int4,
@@ -88,9 +90,11 @@ __all__ = [
     "layer_norm",
     "likelihood",
     "linear_bf16",
+    "linear_bf16_best",
     "linear_bf16_normed",
     "linear_draft",
     "linear_fp8_block",
+    "linear_fp8_block_best",
     "linear_fp8_block_normed",
     "linear_heads",
     "linear_int4",

@@ -261,6 +261,14 @@ def _normed_fp8(draw: Draw) -> Rowwise:
     return Rowwise((draw.normal(POOL, 256),), lambda x: ops.linear_fp8_block_normed(x, norm, 1e-5, *weight))
 
 
+def _best(draw: Draw) -> Rowwise:
+    dense, stored = ops.linear_bf16_best.pack(draw.normal(576, 256)), fp8_weight(draw, 192, 256)
+    return Rowwise(
+        (draw.normal(POOL, 256),),
+        lambda x: (*ops.linear_bf16_best(x, dense, 7, 570), *ops.linear_fp8_block_best(x, *stored, 7, 190)),
+    )
+
+
 def _gated(draw: Draw) -> Rowwise:
     weight = ops.linear_swiglu.pack(draw.normal(512, 128))
     return Rowwise((draw.normal(POOL, 128),), lambda x: ops.linear_swiglu(x, weight))
@@ -315,6 +323,7 @@ ENTRIES: dict[str, Callable[[Draw], Rowwise]] = {
     **{f"linear packed {width}x{depth}": _packed(width, depth) for width, depth in ((832, 256), (8192, 256), (48, 24))},
     "linear_bf16_normed": _normed,
     "linear_fp8_block_normed": _normed_fp8,
+    "linear_best": _best,
     "linear_swiglu": _gated,
     "prologue_full": _prologue,
     "mtp_inputs": _mtp,

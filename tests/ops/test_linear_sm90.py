@@ -18,14 +18,17 @@ pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
 from legato.ops import build
 from legato.ops.gemm import (
     linear_bf16,
+    linear_bf16_best,
     linear_bf16_normed,
     linear_fp8_block,
+    linear_fp8_block_best,
     linear_fp8_block_normed,
     linear_swiglu,
     sm90,
     sm90_packing,
     sm90_tiling,
 )
+from legato.ops.gemm.best import token_of
 from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.ops.op import implemented
 from legato.ops.pointwise import rms_norm
@@ -143,8 +146,10 @@ def test_the_source_compiles_without_spills(shape: tuple[int, int, int], nvrtc: 
 def test_fused_forms_compile_without_spills(nvrtc: None) -> None:
     for shape in ((2048, 2048, 16), (6144, 2048, 8)):
         cut = sm90_tiling.tiling(*shape)
-        usage = sm90.normed_kernel(cut, 2)[0].usage("sm_90a")
-        assert usage.spill_store_bytes == usage.spill_load_bytes == 0
+        made = sm90.normed_kernel(cut, 2)[0], sm90.best_kernel(cut, 2)[0]
+        for kernel in made:
+            usage = kernel.usage("sm_90a")
+            assert usage.spill_store_bytes == usage.spill_load_bytes == 0
 
 
 @pytest.mark.full
@@ -259,6 +264,41 @@ def test_rows_are_normed_on_the_way_in(shape: tuple[int, int, int], uninitialise
         error, allowed = (float((y.double() - expected).norm()) for y in (found, plain))
         assert error <= 2 * allowed
         assert count > 16 or torch.equal(found, alone[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(19360, 6144, 16), (19360, 6144, 8), (8192, 256, 16), (256, 6144, 16)], ids=str)
+def test_the_best_output_is_that_of_the_product(shape: tuple[int, int, int], uninitialised_is_nan: None) -> None:
+    """As the product itself has it, ties to the lowest; padding never; parts of a vocabulary agree with the whole by their keys;
+    a launch leaves nothing behind for the next one, whatever the number of rows."""
+    product = Product(*shape)
+    best = implementation(linear_bf16_best if shape[2] == 16 else linear_fp8_block_best)
+    outputs, width = product.outputs, product.outputs - 7
+    x, _ = product.rows(20)
+    for count in (16, 1, 6, 8, 9, 16, 20, 1):
+        logits = product(x[:count])
+        for _ in range(3):
+            tokens, keys = best.run(x[:count], *product.weight, 100, width)
+            assert torch.equal(tokens, logits[:, :width].argmax(-1) + 100), count
+            assert torch.equal(token_of(keys), tokens)
+    zero = torch.zeros(3, product.inputs, device="cuda", dtype=torch.bfloat16)
+    assert best.run(zero, *product.weight, 5, width)[0].tolist() == [5, 5, 5], "equal logits, of either sign of zero"
+    assert best.pack is not None
+    half = outputs // 256 * 128
+    parts = [tuple(part[:half] if part.shape[0] == outputs else part[: half // 128] for part in product.stored)]
+    parts.append(tuple(part[half:] if part.shape[0] == outputs else part[half // 128 :] for part in product.stored))
+    keys = [
+        best.run(
+            x[:6], *(packed if isinstance(packed := best.pack(*part), tuple) else (packed,)), first, part[0].shape[0]
+        )[1]
+        for part, first in zip(parts, (0, half), strict=True)
+    ]
+    whole = product(x[:6])
+    top = whole.gather(1, token_of(torch.stack(keys).amax(0))[:, None])[:, 0]
+    assert torch.allclose(top.float(), whole.float().amax(-1), rtol=2.0**-6), (
+        "parts are cut otherwise: sums may round apart"
+    )
 
 
 @pytest.mark.gpu

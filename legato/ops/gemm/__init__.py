@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance, Where
+from legato.ops.gemm.best import BEST_CASES
+from legato.ops.gemm.best import linear_bf16_best as linear_bf16_best
+from legato.ops.gemm.best import linear_fp8_block_best as linear_fp8_block_best
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.invariant import ROW_BLOCK, float32, matmul, pack_columns
@@ -268,6 +271,7 @@ _RANK_SHAPES = (
 _NORMED = (linear_bf16_normed, linear_fp8_block_normed)
 _FORMATS = (linear_bf16, linear_fp8_block, linear_nvfp4, linear_int4)
 CASES = (
+    *BEST_CASES,
     *(_weight_case(linear_draft, rows, (576, 256), torch.float32, "any") for rows in (1, 5)),
     *(_weight_case(linear_draft, rows, (19360, 6144), torch.bfloat16, "gpu") for rows in (1, 4)),
     *(_normed_case(linear, rows, (576, 256), torch.float32, "any") for linear in _NORMED for rows in (1, 9)),

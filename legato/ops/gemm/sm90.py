@@ -26,6 +26,7 @@ from legato.ops.gemm import (
     linear_swiglu,
     sm90_heads,
 )
+from legato.ops.gemm.best import best_of, linear_bf16_best, linear_fp8_block_best
 from legato.ops.gemm.library import by_library
 from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, restore, restore_swiglu, separated
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, shared_bytes, tiling
@@ -35,7 +36,7 @@ __all__ = ["sm90_heads"]  # attached by being imported
 
 _SOURCE = Path(__file__).with_name("sm90_linear.cu")
 _WIDEN = Kernel(Source(Path(__file__).with_name("sm90_widen.cu")), "widen")
-#: Rows that are normed inside the product, at most.
+#: Rows that are normed inside the product, or of which it gives the best output alone, at most.
 MOST_FUSED = 16
 
 
@@ -59,6 +60,19 @@ def normed_kernel(cut: Tiling, tiles: int) -> tuple[Kernel, int]:
 def norms(cut: Tiling) -> bool:
     """Whether the kernel can norm the rows of x itself: a block has all of K, and a warp its whole slice at once."""
     return cut.ranks == 1 and cut.x_slots == 1 and not cut.x_copies
+
+
+@cache
+def best_kernel(cut: Tiling, tiles: int) -> tuple[Kernel, int]:
+    """As `kernel`, for the best output of each row alone."""
+    shared = cut.shared_bytes(tiles)
+    return Kernel(Source(_SOURCE, {**cut.macros(tiles), "BEST": 1}), "linear", shared_bytes=shared), shared
+
+
+@cache
+def _ballot(device: torch.device) -> Tensor:
+    """Where the blocks of a launch find the best output of a row; zero between launches, which follow one another."""
+    return torch.zeros(2 * MOST_FUSED + 2, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,16 @@ def multiply_normed(packed: Packed, x: Tensor, norm: Tensor, eps: float) -> Tens
     x = _rows(x)
     compiled(how, weight, x, None, y, rows, outputs, x.stride(0), outputs, *packed.scales, norm, float(eps))
     return y
+
+
+def multiply_best(packed: Packed, x: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Of up to 16 rows, the best of the first `width` outputs, numbered from `first` on: tokens and keys, each [T] int64."""
+    rows, weight = x.shape[0], packed.weight
+    tokens, keys = (torch.empty(rows, dtype=torch.int64, device=x.device) for _ in range(2))
+    compiled, how = packed.launch(best_kernel(packed.cut, 1 if rows <= 8 else 2))
+    x, outputs, ballot = _rows(x), packed.outputs, (_ballot(x.device), keys, first, width)
+    compiled(how, weight, x, None, tokens, rows, outputs, x.stride(0), outputs, *packed.scales, *ballot)
+    return tokens, keys
 
 
 def _cut_of(packed: Tensor, bits: int) -> Tiling:
@@ -257,6 +281,24 @@ def run_fp8_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept, s
     if few is None or not norms(few[0]) or x.shape[0] > MOST_FUSED:
         return run_fp8(rms_norm(x, norm, eps), weight, scale_inv)
     return multiply_normed(Packed(*few, scale_inv), x, norm, eps)
+
+
+@linear_bf16_best.on("sm90", pack=pack_bf16)
+def run_bf16_best(x: Tensor, weight: Tensor | Kept, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Up to 16 rows of bfloat16 with a packed weight: one launch that writes no logits. Otherwise the best of the product."""
+    few = _few(x, weight, 16)
+    if few is None or x.shape[0] > MOST_FUSED:
+        return best_of(run_bf16(x, weight), first, width)
+    return multiply_best(Packed(*few), x, first, width)
+
+
+@linear_fp8_block_best.on("sm90", pack=pack_fp8)
+def run_fp8_best(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """As `run_bf16_best`, with a weight of e4m3."""
+    few = _few(x, weight, 8)
+    if few is None or x.shape[0] > MOST_FUSED:
+        return best_of(run_fp8(x, weight, scale_inv), first, width)
+    return multiply_best(Packed(*few, scale_inv), x, first, width)
 
 
 def pack_draft(weight: Tensor) -> Tensor:

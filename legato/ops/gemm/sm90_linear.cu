@@ -30,8 +30,13 @@
 // outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide. NORM: x is an
 // RMSNorm's input. Lanes multiply it by the norm's weight as they hold it, each warp sums the squares of its slice of K
 // beside its products, and the block divides by their root at the end: x is read once and no normed row is written
-// (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once).
+// (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once). BEST: of each row only the
+// highest output is wanted. Blocks meet at a key per row, value above and
+// complement of the index below, by atomic maxima, whose order does not matter; the last one says which it is.
 
+#ifndef BEST
+#define BEST 0
+#endif
 #ifndef NORM
 #define NORM 0
 #endif
@@ -66,6 +71,7 @@ constexpr bool EVENLY = K_BLOCKS % (RANKS * WARPS) == 0;  // all slices of K are
 constexpr int SLICE = K_BLOCKS / (RANKS * WARPS);
 static_assert(OWN_QUADS % ITEM_QUADS == 0, "a gate and its up belong to the same rank");
 static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four outputs");
+static_assert(!BEST || (!SWIGLU && TOKENS <= 16), "the best of what a product is, of few rows");
 static_assert(!NORM || (RANKS == 1 && X_SLOTS == 1 && !X_COPIES && !SWIGLU), "a norm needs all of x at once");
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
@@ -134,6 +140,22 @@ __device__ __forceinline__ float gated(float gate, float up) {
   gate = as_bf16(gate);
   return gate / (1.0f + __expf(-gate)) * as_bf16(up);
 }
+
+#if BEST
+// Of all rows: the best so far, and how many blocks have had their say. All zero before a launch and after it.
+struct Ballot {
+  u64 best[TOKENS];
+  u32 blocks;
+};
+
+// The better of two is the greater: equal values prefer the lower index. Values are rounded first, as logits are.
+__device__ __forceinline__ u64 key_of(float value, u32 index) {
+  const u32 bits = __float_as_uint(as_bf16(value) + 0.0f);  // the two zeros are equal
+  return u64(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~index;
+}
+
+__device__ __forceinline__ u64 better(u64 a, u64 b) { return a > b ? a : b; }
+#endif
 
 constexpr int PIECES = FP8 ? 2 : 1;  // of 16 bytes: what a lane needs of a row of x for one block of K
 typedef uint4 Fragments[TILES][PIECES];
@@ -304,6 +326,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if NORM
            ,
            const u8 *__restrict__ norm, float eps
+#endif
+#if BEST
+           ,
+           Ballot *__restrict__ ballot, u64 *__restrict__ keys, int first, int width
 #endif
     ) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -599,6 +625,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
     return sum;
   };
+#if BEST
+  __shared__ u64 own_best[TOKENS][OWN_QUADS];
+  __shared__ bool is_last;
+  for (int item = threadIdx.x; item < TOKENS * OWN_QUADS; item += THREADS) own_best[0][item] = 0;
+  __syncthreads();
+#endif
 #pragma unroll
   for (int i = 0; i < OWN_ITEMS; ++i) {
     const int item = i * THREADS + threadIdx.x;
@@ -620,7 +652,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     sum.x += from_bf16(added[i].x & 0xffff), sum.y += from_bf16(added[i].x >> 16);
     sum.z += from_bf16(added[i].y & 0xffff), sum.w += from_bf16(added[i].y >> 16);
 #endif
+#if BEST
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    u64 best = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (output + j < width) best = better(best, key_of(values[j], first + output + j));
+    own_best[token][quad] = best;
+#else
     const uint2 rounded = make_uint2(to_bf16_pair(sum.x, sum.y), to_bf16_pair(sum.z, sum.w));
     *reinterpret_cast<uint2 *>(y + (size_t(token) * outputs + output) / ITEM_QUADS * 2) = rounded;
+#endif
   }
+#if BEST
+  __syncthreads();
+  for (int token = warp; token < rows; token += WARPS) {
+    u64 best = 0;
+    for (int quad = lane; quad < OWN_QUADS; quad += 32) best = better(best, own_best[token][quad]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) best = better(best, __shfl_xor_sync(0xffffffffu, best, step));
+    if (lane == 0) atomicMax(&ballot->best[token], best);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&ballot->blocks, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x < rows) {
+    const u64 best = atomicExch(&ballot->best[threadIdx.x], 0ull);
+    reinterpret_cast<u64 *>(y)[threadIdx.x] = u32(~best);
+    keys[threadIdx.x] = best ^ 1ull << 63;  // as a signed number in the same order
+  }
+  if (threadIdx.x == 0) ballot->blocks = 0;
+#endif
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -92,7 +92,7 @@ def protocol(max_header_bytes: int, header_timeout_s: float) -> type[HttpToolsPr
 
         def _close_unless_answering(self) -> None:
             """What comes while an answer is under way may be a line end behind a body, as some clients send it."""
-            cycle: RequestResponseCycle | None = self.cycle  # None until the first request
+            cycle = cast("RequestResponseCycle | None", self.cycle)  # None until the first request
             if cycle is not None and not cycle.response_complete:
                 self._close_in(header_timeout_s)
             else:

@@ -107,7 +107,7 @@ def test_chat_ends_with_its_input(model: str) -> None:
 
 def test_plan_says_what_fits_and_what_does_not(model: str) -> None:
     assert "GPU" in ran("plan", model).stdout
-    refused = invoke("plan", model, "--gpus", "1", "--gpu-memory", "0.01")
+    refused = invoke("plan", model, "--gpus", "1", "--gpu-memory", "0.001")
     assert refused.exit_code == 2 and "cannot run" in refused.stdout
 
 

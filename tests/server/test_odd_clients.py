@@ -61,12 +61,12 @@ def test_who_says_nothing_or_half_a_header_is_cut_off() -> None:
         async def end() -> None: ...
 
         async def slow(scope: Any, receive: Any, send: Any) -> None:
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(0.9)
             await PlainTextResponse("late")(scope, receive, send)
 
         return slow, end
 
-    live = Live(start, patience_s=0.2)
+    live = Live(start, patience_s=0.4)
     try:
         for said in (b"", b"GET / HTTP/1.1\r\nhost: x\r\nslo"):
             with socket.create_connection(("127.0.0.1", live.port), timeout=20) as sock:

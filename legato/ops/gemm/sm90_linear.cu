@@ -26,8 +26,7 @@
 // longer than a batch, else 2); PACED: slots of a ring in flight while the dependency is not resolved (the others are
 // asked for as those arrive, so that weights for later do not delay those that the preceding kernel still waits for);
 // FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold;
-// RELEASE_LATE: the next kernel's blocks are let in when a warp has asked for its last weights, not before; SWIGLU:
-// outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide. NORM: x is an
+// SWIGLU: outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide. NORM: x is an
 // RMSNorm's input. Lanes multiply it by the norm's weight as they hold it, each warp sums the squares of its slice of K
 // beside its products, and the block divides by their root at the end: x is read once and no normed row is written
 // (X_COPIES 0, X_SLOTS 1, RANKS 1: a block then has all of K, and a warp its whole slice at once). BEST: of each row only the
@@ -384,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
   __syncwarp();
   if (RANKS > 1) {
-    if (PACED == SLOTS || RELEASE_LATE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (PACED == SLOTS) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     else asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
 #if !X_COPIES && !X_ASYNC && !NORM
@@ -396,11 +395,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     asm volatile("" : "+l"(row_places[tile]));
   }
 #endif
-  if (lane == 0)
-    for (int chunk = PACED; chunk < ring_chunks; ++chunk) {
-      barrier_wait(full + (chunk - PACED) * 8, 0);
-      fetch(chunk);
-    }
+#pragma unroll
+  for (int chunk = PACED; chunk < SLOTS; ++chunk) {
+    if (chunk >= num_chunks) break;
+    barrier_wait(full + (chunk - PACED) * 8, 0);
+    if (elected()) fetch(chunk);
+  }
   __syncwarp();
 #if NORM
   // Into shared memory: that is over before the wait, where loads into registers would be moved behind it.
@@ -422,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // Not before: what starts after a product may then read, ahead of its own wait, all that the product's input was made
   // from. Successors lose nothing: they have the time of the product itself to fetch what they need.
-  if (!RELEASE_LATE || num_chunks <= SLOTS) asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.launch_dependents;");
 
   const int num_batches = (length + X_BLOCKS - 1) / X_BLOCKS;
 #if X_ASYNC
@@ -513,7 +513,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         // The copy must not overtake reads of the slot that are still on their way.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         if (elected()) fetch(chunk + SLOTS);
-        if (RELEASE_LATE && chunk + SLOTS == num_chunks - 1) asm volatile("griddepcontrol.launch_dependents;");
       }
     }
   };

@@ -24,6 +24,9 @@ _SUM_REGISTERS = {16: 200, 8: 150}
 SHARED_BYTES, _RESERVED, _STATIC = 227 * 1024, 1024, 1024
 #: What is left of it as L1, since all kernels ask for the most shared memory.
 L1_BYTES = 28 * 1024
+#: Tiles of rows for which that is heeded, by bits of a weight: two tiles with e4m3 are faster in registers all the same, and
+#: eight of bfloat16, where the library is faster, were not tried otherwise.
+_ASYNCHRONOUS = {16: (2, 4), 8: (4, 8)}
 #: Bytes of a row of x over one block of K, by whether weights are e4m3.
 _ROW_BYTES = (64, 128)
 
@@ -32,15 +35,15 @@ _ROW_BYTES = (64, 128)
 class Recorded:
     """An entry of the table. `strips`, `ranks` as in `Tiling`; `ring`: KiB of weights in flight per thread block;
     `x_copies`: x by copies into shared memory, else straight into registers; `paced`: only one slot per warp is asked
-    for at first; `beside`: up to 8 rows, two thread blocks stand on a multiprocessor, and the next kernel's are let in with
-    the last fetch; `rows`: up to which it is faster than the library, where that differs from the rule."""
+    for at first; `chunk`: blocks of K in a slot, where that differs from the rule; `rows`: up to which it is faster than
+    the library, likewise."""
 
     strips: int
     ranks: int
     ring: int
     x_copies: bool = False
     paced: bool = False
-    beside: bool = False
+    chunk: int | None = None
     rows: int | None = None
 
 
@@ -73,7 +76,6 @@ class Tiling:
     most_rows: int
     k_blocks: int
     whole: bool
-    beside: bool
 
     @property
     def block_k(self) -> int:
@@ -88,13 +90,13 @@ class Tiling:
     def macros(self, tiles: int) -> dict[str, int]:
         """The source's macros for so many tiles of 8 rows."""
         made = self._in_registers(tiles)
-        asynchronous = tiles > 1 if self.bits == 8 else tiles == 2
-        return _with_residents(made | _past_the_l1(made) if asynchronous and not made["X_COPIES"] else made)
+        asynchronous = tiles in _ASYNCHRONOUS[self.bits] and not made["X_COPIES"]
+        return _with_residents(made | _past_the_l1(made) if asynchronous else made)
 
     def normed_macros(self, tiles: int) -> dict[str, int]:
         """The same for rows that are normed on the way in, each warp its whole slice of K at once."""
         made = {**self._in_registers(tiles), "NORM": 1}
-        asynchronous = _past_the_l1(made) if tiles > 1 else {}
+        asynchronous = _past_the_l1(made) if tiles in _ASYNCHRONOUS[self.bits] else {}
         whole = asynchronous.get("X_SLOTS") == 1
         return _with_residents(made | asynchronous if whole else made)
 
@@ -115,7 +117,6 @@ class Tiling:
             "K_BLOCKS": self.k_blocks,
             "WHOLE": int(self.whole),
             "X_ASYNC": 0,
-            "RELEASE_LATE": int(self.beside and tiles == 1),
         }
         return made if tiles <= 2 else made | self._of_many(tiles)
 
@@ -147,19 +148,23 @@ class Tiling:
 
 def _past_the_l1(macros: dict[str, int]) -> dict[str, int]:
     """What differs where the rows of x that are on their way at once exceed the L1, through which loads come: asynchronous
-    copies into shared memory, in as large pieces as there is room for. Nothing where they do not, or nothing fits."""
+    copies into shared memory, in as large pieces as there is room for, beside a ring of one or two slots less if need be. Nothing
+    where they do not, or nothing fits."""
     rows, k_blocks = WARPS * 8 * macros["TILES"], macros["BATCH"] * macros["CHUNK"] * macros["X_SLOTS"]
     if rows * k_blocks * _ROW_BYTES[macros["FP8"]] > L1_BYTES:
-        for batch, x_slots in ((macros["BATCH"], macros["X_SLOTS"]), (1, 3), (1, 2)):
-            made = {"X_ASYNC": 1, "BATCH": batch, "X_SLOTS": x_slots}
-            if _with_reserve(macros | made) <= SHARED_BYTES:
-                return made
+        batches = (macros["BATCH"], macros["X_SLOTS"]), (1, 3), (1, 2)
+        for slots in range(macros["SLOTS"], max(0, macros["SLOTS"] - 3), -1):
+            for batch, x_slots in batches:
+                made = {"X_ASYNC": 1, "BATCH": batch, "X_SLOTS": x_slots, "SLOTS": slots}
+                made["PACED"] = min(slots, macros["PACED"])
+                if _with_reserve(macros | made) <= SHARED_BYTES:
+                    return made
     return {}
 
 
 def _with_residents(macros: dict[str, int]) -> dict[str, int]:
-    fits = macros["RELEASE_LATE"] or _fits_128_registers(macros)
-    return {**macros, "RESIDENT": 2 if fits and 2 * _with_reserve(macros) <= SHARED_BYTES else 1}
+    two = _fits_128_registers(macros) and 2 * _with_reserve(macros) <= SHARED_BYTES
+    return {**macros, "RESIDENT": 2 if two else 1}
 
 
 def _with_reserve(macros: dict[str, int]) -> int:
@@ -205,7 +210,7 @@ def cut(strips_of_all: int, k_blocks: int, recorded: Recorded, bits: int) -> Til
         chunk = next(c for c in (4, 2, 1) if c <= max(1, held // 2) and (c == 1 or held % c == 0 or held > 4))
     in_registers = 8 if strips == 1 or (longest <= 8 and strips <= 6) else 4
     most = (4 if x_copies else in_registers) * bits // 16
-    chunk = min(chunk, most)
+    chunk = min(recorded.chunk or chunk, most)
     slots = -(-longest // chunk) if whole else max(1, held // chunk)
     batch = max(1, min(-(-longest // chunk), most // chunk))
     ahead = 3 if x_copies else 2
@@ -214,7 +219,7 @@ def cut(strips_of_all: int, k_blocks: int, recorded: Recorded, bits: int) -> Til
     rows = recorded.rows or _FASTER_ROWS[bits]
     whole_groups = strips_of_all % strips == 0
     shape = (bits, rows, k_blocks, whole_groups)
-    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, *shape, recorded.beside)
+    return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, *shape)
 
 
 #: (outputs, inputs, bits) -> how the weight is cut.
@@ -222,22 +227,22 @@ RECORDED: dict[tuple[int, int, int], Recorded] = {
     (128, 6144, 16): Recorded(2, 8, 64, rows=64),
     (256, 6144, 16): Recorded(2, 8, 64, rows=64),
     (512, 6144, 16): Recorded(4, 8, 98, rows=40),
-    (2048, 2048, 16): Recorded(2, 1, 128, paced=True, rows=24),
-    (2624, 6144, 16): Recorded(3, 2, 144, paced=True),
-    (2784, 6144, 16): Recorded(3, 2, 144, paced=True),
+    (2048, 2048, 16): Recorded(2, 1, 128, paced=True),
+    (2624, 6144, 16): Recorded(3, 2, 192, paced=True, chunk=2),
+    (2784, 6144, 16): Recorded(3, 2, 192, paced=True, chunk=2),
     (3072, 6144, 16): Recorded(3, 2, 144, paced=True),
-    (4096, 2048, 16): Recorded(2, 1, 128, paced=True, rows=16),
+    (4096, 2048, 16): Recorded(2, 1, 128, paced=True),
     (4096, 6144, 16): Recorded(2, 1, 128, x_copies=True, paced=True),
     (6144, 256, 16): Recorded(3, 1, 48),
-    (6144, 1536, 16): Recorded(3, 1, 144, paced=True, rows=16),
-    (6144, 2048, 16): Recorded(3, 1, 144, paced=True, rows=16),
+    (6144, 1536, 16): Recorded(3, 1, 144, paced=True),
+    (6144, 2048, 16): Recorded(3, 1, 192, paced=True, chunk=2),
     (6144, 8192, 16): Recorded(3, 1, 144, x_copies=True),
     (6144, 12288, 16): Recorded(3, 1, 144, x_copies=True),
     (6144, 16384, 16): Recorded(3, 1, 144, x_copies=True),
     (16384, 2048, 16): Recorded(8, 1, 192, paced=True),
     (19360, 6144, 16): Recorded(5, 1, 96),
-    (2624, 6144, 8): Recorded(3, 2, 96, paced=True),
-    (2784, 6144, 8): Recorded(3, 2, 96, paced=True),
+    (2624, 6144, 8): Recorded(3, 2, 144, paced=True, chunk=2),
+    (2784, 6144, 8): Recorded(3, 2, 144, paced=True, chunk=2),
     (3072, 6144, 8): Recorded(3, 2, 96, paced=True),
     (4096, 6144, 8): Recorded(4, 2, 96, x_copies=True, paced=True),
     (6144, 8192, 8): Recorded(6, 2, 96, x_copies=True, paced=True),

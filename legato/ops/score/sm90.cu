@@ -23,6 +23,10 @@ struct Segment { int row, rows, request, first, count; };
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) { return (unsigned)__cvta_generic_to_shared(pointer); }
 
+// The same in every lane, and known to the compiler as such: what follows from it, the descriptors of products above all, is worked
+// out once for the warp.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
+
 // Asked for anew each time: kept, it would take a register that the loops need.
 __device__ __forceinline__ int lane_of_thread() {
     int lane;
@@ -39,6 +43,13 @@ __device__ __forceinline__ void barrier_arrive_once(unsigned barrier) {
 __device__ __forceinline__ int barrier_poll(unsigned barrier, unsigned parity) {
     int done;
     asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.s32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+// A look: `try_wait` holds the warp for microseconds where the phase does not end.
+__device__ __forceinline__ int barrier_look(unsigned barrier, unsigned parity) {
+    int done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.s32 %0, 1, 0, p;\n}"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;
 }
@@ -162,8 +173,7 @@ __device__ __forceinline__ int height_of_part(int row, int rows) {
 
 // What a window's rows bring, into shared memory: all loads first, one latency.
 // Queries become the right operand: a row of 128 bytes per head, swizzled. The heads of a part are ordered so that a thread of a
-// quad gets the products of whole quarters of heads: all four of one row in a part of 4 rows, two in a part of 2. Gates are
-// halved: see `quarter`.
+// quad gets the products of whole quarters of heads: all four of one row in a part of 4 rows, two in a part of 2.
 __device__ __forceinline__ void stage_window(const Call& call, Segment segment, byte* shared) {
     const byte* q = call.q + (u64)segment.row * HEADS * WIDTH;
     uint4 pieces[WINDOW];
@@ -184,7 +194,7 @@ __device__ __forceinline__ void stage_window(const Call& call, Segment segment, 
         const int at = (i & 4) * HEADS + ((head & (1 << shift) - 1) >> 1) * 8 + ((i & 3) * (4 / height) + (head >> shift)) * 2 + (head & 1);
         *(uint4*)(shared + at * WIDTH + (piece ^ (at & 7)) * 16) = pieces[i];
     }
-    ((float*)(shared + GATES))[(threadIdx.x >> 5) * GATE_PITCH + (threadIdx.x & 31)] = gate * 0.5f;
+    ((float*)(shared + GATES))[(threadIdx.x >> 5) * GATE_PITCH + (threadIdx.x & 31)] = gate;
     if (threadIdx.x < WINDOW) ((int*)(shared + LENGTHS))[threadIdx.x] = length;
 }
 
@@ -194,6 +204,14 @@ struct Run {
     unsigned row, stride;
     int position, count;
 };
+
+// By a maximum, though an addition (x + |x| is twice this) issues twice as fast: additions hold the tensor cores up, as the
+// multiplications do that follow; maxima do not. A NaN stays one.
+__device__ __forceinline__ float rectified(float x) {
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // ROWS rows of a window. A thread of a quad finishes row q of four; half a row, for one of its two keys at the end, of two; a
 // quarter of one.
@@ -225,8 +243,7 @@ template <int ROWS, bool HELD> struct Part {
         at = (run.row + row) * run.stride + key;
     }
 
-    // Eight heads of the lower key and of the upper one, in order. x + |x| is twice the rectified x, exactly, and an addition is
-    // twice as fast as a maximum; the gates are halved instead.
+    // Eight heads of the lower key and of the upper one, in order.
     __device__ __forceinline__ float2 quarter(const float (&products)[ROWS * 16], int which) const {
         float2 sum = {0, 0};
 #pragma unroll
@@ -243,8 +260,8 @@ template <int ROWS, bool HELD> struct Part {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const float lower = products[(c + e) / 2 * 4 + (c + e) % 2], upper = products[(c + e) / 2 * 4 + (c + e) % 2 + 2];
-                sum.x = fmaf(gate[e], lower + fabsf(lower), sum.x);
-                sum.y = fmaf(gate[e], upper + fabsf(upper), sum.y);
+                sum.x = fmaf(gate[e], rectified(lower), sum.x);
+                sum.y = fmaf(gate[e], rectified(upper), sum.y);
             }
         }
         return sum;
@@ -277,11 +294,12 @@ template <int ROWS, bool HELD> struct Part {
     }
 };
 
-template <int ROWS> __device__ __forceinline__ void issue(float (&products)[ROWS * 16], u64 keys, u64 queries) {
+template <int ROWS> __device__ __forceinline__ void issue(float (&products)[ROWS * 16], unsigned keys, unsigned queries) {
     hold(products);
     multiply_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) multiply<ROWS * HEADS>(products, keys + 2 * step, queries + 2 * step, step);
+    for (int step = 0; step < 4; step++)
+        multiply<ROWS * HEADS>(products, descriptor(keys + 2 * step), descriptor(queries + 2 * step), step);
     multiply_commit();
 }
 
@@ -289,17 +307,17 @@ template <int ROWS> __device__ __forceinline__ void issue(float (&products)[ROWS
 struct Cursor {
     unsigned shared;
     int stage;
-    unsigned parity;
+    unsigned parity, scales_of_thread;
 
-    __device__ __forceinline__ int poll() const { return barrier_poll(shared + FULL + stage * 8, parity); }
-    // `ready`: what `poll` said earlier, when asking cost nothing.
+    __device__ __forceinline__ int is_full() const { return barrier_look(shared + FULL + stage * 8, parity); }
+    // `ready`: what `is_full` said earlier, when asking cost nothing.
     __device__ __forceinline__ void wait(int ready) const {
         if (!ready) barrier_wait(shared + FULL + stage * 8, parity);
     }
-    __device__ __forceinline__ u64 keys() const { return swizzled_rows(shared + KEYS + stage * KEY_BYTES); }
+    __device__ __forceinline__ unsigned keys() const { return lower_word(shared + KEYS) + stage * (KEY_BYTES / 16); }
     // Of this thread's two keys.
     __device__ __forceinline__ float2 scales() const {
-        const unsigned at = shared + SCALES + stage * SCALE_BYTES + ((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7)) * 4;
+        const unsigned at = scales_of_thread + stage * SCALE_BYTES;
         return {load_shared(at), load_shared(at + 32)};
     }
     __device__ __forceinline__ void release() const {
@@ -314,11 +332,11 @@ struct Cursor {
 
 // A window in one part.
 template <int ROWS> __device__ __forceinline__ void consume(Cursor& cursor, const Run& run) {
-    const u64 right = swizzled_rows(cursor.shared);
+    const unsigned right = lower_word(cursor.shared);
     Part<ROWS, true> part;
     part.load(cursor.shared, 0, run);
     float products[ROWS * 16];
-    for (int left = run.count; left > 0; left--) {
+    for (int left = uniform(run.count); left > 0; left--) {
         cursor.wait(0);
         issue<ROWS>(products, cursor.keys(), right);
         const float2 scales = cursor.scales();
@@ -333,7 +351,7 @@ template <int ROWS> __device__ __forceinline__ void consume(Cursor& cursor, cons
 // A window in two parts: while one is finished, the other is multiplied.
 template <int SECOND> __device__ __forceinline__ void consume_two(Cursor& cursor, const Run& run) {
     if (run.count == 0) return;
-    const u64 right0 = swizzled_rows(cursor.shared), right1 = right0 + (4 * HEADS * WIDTH >> 4);
+    const unsigned right0 = lower_word(cursor.shared), right1 = right0 + (4 * HEADS * WIDTH >> 4);
     Part<4, true> part0;
     Part<SECOND, SECOND < 4> part1;
     part0.load(cursor.shared, 0, run);
@@ -342,10 +360,10 @@ template <int SECOND> __device__ __forceinline__ void consume_two(Cursor& cursor
     cursor.wait(0);
     issue<4>(products0, cursor.keys(), right0);
     issue<SECOND>(products1, cursor.keys(), right1);
-    for (int left = run.count - 1; left > 0; left--) {
+    for (int left = uniform(run.count) - 1; left > 0; left--) {
         Cursor next = cursor;
         next.advance();
-        const int ready = next.poll();
+        const int ready = next.is_full();
         multiply_wait<1>();
         hold(products0);
         part0.finish(products0, cursor.scales());
@@ -369,10 +387,10 @@ template <int SECOND> __device__ __forceinline__ void consume_two(Cursor& cursor
 }
 
 __device__ __forceinline__ void consume_all(const Call& call, byte* memory, Segment segment, int next, int tiles) {
-    const int group = threadIdx.x >> 7;
+    const int group = uniform(threadIdx.x >> 7);
     const unsigned shared = shared_address(memory);
     int tile = 0;
-    Cursor cursor = {shared, group, 0};
+    Cursor cursor = {shared, group, 0, shared + SCALES + ((threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7)) * 4};
     while (segment.count > 0) {
         stage_window(call, segment, memory);
         // Kept here rather than in registers, of which the loops below need all.

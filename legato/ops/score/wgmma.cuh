@@ -16,9 +16,13 @@ template <int COUNT> __device__ __forceinline__ void hold(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// K-major rows of 128 bytes in the 128-byte swizzle: 8 rows make a block of 1024 bytes, the stride between blocks.
-__device__ __forceinline__ unsigned long long swizzled_rows(unsigned address) {
-    return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((address & 0x3FFFF) >> 4);
+// The descriptor of K-major rows of 128 bytes in the 128-byte swizzle: 8 rows make a block of 1024 bytes, the stride between blocks. Its
+// lower word says where they are and may be added to, in units of 16 bytes; its upper word is the same for all.
+__device__ __forceinline__ unsigned lower_word(unsigned address) { return 1u << 16 | address >> 4; }
+__device__ __forceinline__ unsigned long long descriptor(unsigned lower) {
+    unsigned long long whole;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(1u << 30 | 64));
+    return whole;
 }
 
 template <> __device__ __forceinline__ void multiply<32>(float (&d)[16], unsigned long long a, unsigned long long b, int accumulate) {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -74,7 +75,9 @@ class Glm:
 
     def best(self, hidden: Tensor) -> Tensor:
         """[T] int64 tokens with the highest of these logits, without gathering them."""
-        return best_token(self.weights.lm_head.linear(hidden), self.spec.vocab_size, self.communicator)
+        head = self.weights.lm_head
+        keys = partial(head.best_keys, hidden)
+        return best_token(keys, head.out_features, self.spec.vocab_size, self.communicator)
 
     @property
     def _norms(self) -> list[Tensor]:

@@ -7,6 +7,7 @@ i, and predicts the token at i + 2. Called by the runtime.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from legato.model.lean import DraftHead
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache, Selection, Step
 from legato.model.weights import MtpWeights
-from legato.ops import linear_draft, mtp_inputs, mtp_looked_up, rms_norm
+from legato.ops import greedy_keys, linear_draft, mtp_inputs, mtp_looked_up, rms_norm
 from legato.parallel.communicators import ALONE, Communicator, best_token
 
 
@@ -34,22 +35,23 @@ class Mtp:
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, W] logits of drafts, for hidden states that `forward` returned and in their dtype."""
         head, width = self.head, self.spec.vocab_size
-        logits = self.communicator.all_gather(self._shard(hidden), -1)
+        shard = linear_draft(hidden, head) if isinstance(head, Tensor) else head.weight.linear(hidden)
+        logits = self.communicator.all_gather(shard, -1)
         if isinstance(head, Tensor) or head.ids is None:
             return logits[:, :width]
         return logits.new_full((logits.shape[0], width), -torch.inf).index_copy_(1, head.ids, logits)
 
     def best(self, hidden: Tensor) -> Tensor:
         """[T] int64 tokens with the highest of these logits, without gathering them."""
-        head = self.head
-        if isinstance(head, Tensor) or head.ids is None:
-            return best_token(self._shard(hidden), self.spec.vocab_size, self.communicator)
-        return head.ids[best_token(self._shard(hidden), head.ids.shape[0], self.communicator)]
-
-    def _shard(self, hidden: Tensor) -> Tensor:
-        """What this rank's rows of the head say."""
-        head = self.head
-        return linear_draft(hidden, head) if isinstance(head, Tensor) else head.weight.linear(hidden)
+        head, communicator, vocab_size = self.head, self.communicator, self.spec.vocab_size
+        if isinstance(head, Tensor):
+            shard = linear_draft(hidden, head)
+            keys = partial(_best_behind, shard)
+            return best_token(keys, shard.shape[1], vocab_size, communicator)
+        keys, width = partial(head.weight.best_keys, hidden), head.weight.out_features
+        if head.ids is None:
+            return best_token(keys, width, vocab_size, communicator)
+        return head.ids[best_token(keys, width, head.ids.shape[0], communicator)]
 
     def forward(
         self, next_ids: Tensor, hidden: Tensor, step: Step, cache: LayerCache, selection: Selection | None
@@ -86,3 +88,7 @@ class Mtp:
             h, normed, layer, cache, step, selection, self.weights.norm, self.spec, self.communicator
         )
         return normed, selection
+
+
+def _best_behind(logits: Tensor, first: int, count: int) -> Tensor:
+    return greedy_keys(logits[:, :count], first)

@@ -6,13 +6,14 @@ runtime; called by `legato.model`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from legato.ops import add_rms_norm, best_of_keys, greedy, greedy_keys
+from legato.ops import add_rms_norm, best_of_keys
 from legato.parallel.mesh import ONE_RANK, Mesh
 
 
@@ -64,12 +65,10 @@ def side_by_side(gathered: Tensor, dim: int) -> Tensor:
     return gathered.view(*outer, -1, *rest) if outer.numel() == 1 else torch.cat(gathered.unbind(0), dim)
 
 
-def best_token(shard: Tensor, vocab_size: int, communicator: Communicator) -> Tensor:
-    """[T] int64 tokens with the highest logit, ties to the lowest id, of a vocabulary whose ranks have `shard` [T, W] each, the
-    last ones padded. Exchanges eight bytes a row."""
-    mesh, width = communicator.mesh, shard.shape[1]
-    if not mesh.is_sharded:
-        return greedy(shard[:, :vocab_size])
-    first = mesh.rank * width
-    keys = greedy_keys(shard[:, : max(0, min(width, vocab_size - first))], first)
-    return best_of_keys(communicator.all_gather(keys[None], 0))
+def best_token(keys: Callable[[int, int], Tensor], width: int, vocab_size: int, communicator: Communicator) -> Tensor:
+    """[T] int64 tokens with the highest logit, ties to the lowest id, of a vocabulary of which each rank has `width`, the last
+    ones padded. `keys(first, count)`: the rank's own best among `count` from `first` on, as `greedy_keys` has it. Exchanges
+    eight bytes a row."""
+    first = communicator.mesh.rank * width
+    own = keys(first, max(0, min(width, vocab_size - first)))
+    return best_of_keys(communicator.all_gather(own[None], 0))

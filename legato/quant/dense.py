@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 
 from legato.ops.experts import moe_bf16
-from legato.ops.gemm import linear_bf16, linear_bf16_normed, linear_swiglu
-from legato.ops.op import Op
+from legato.ops.gemm import linear_bf16, linear_bf16_best, linear_bf16_normed, linear_swiglu
+from legato.ops.op import REFERENCE, Op
+from legato.ops.sample import greedy_keys
 from legato.quant.formats import Format
 from legato.quant.weight import ScaleFault, StackedExperts, Weight
 
@@ -64,6 +65,15 @@ class DenseWeight:
 
     def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
         return linear_swiglu(x, self._packed_gated)
+
+    @cached_property
+    def _packed_best(self) -> torch.Tensor:
+        return linear_bf16_best.pack(self.tensor)
+
+    def best_keys(self, x: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        if linear_bf16_best.bound.target == REFERENCE:  # then the choice behind the product is faster
+            return greedy_keys(self.linear(x)[:, :width], first)
+        return linear_bf16_best(x, self._packed_best, first, width)[1]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.tensor.to(dtype)

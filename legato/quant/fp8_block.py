@@ -14,10 +14,11 @@ import torch
 from torch.nn import functional
 
 from legato.ops.experts import moe_fp8_block
-from legato.ops.gemm import linear_fp8_block, linear_fp8_block_normed
+from legato.ops.gemm import linear_fp8_block, linear_fp8_block_best, linear_fp8_block_normed
 from legato.ops.gemm.dequantize import dequantize_fp8_block
-from legato.ops.op import Op
+from legato.ops.op import REFERENCE, Op
 from legato.ops.pointwise import swiglu
+from legato.ops.sample import greedy_keys
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
@@ -62,6 +63,11 @@ class Fp8BlockWeight:
 
     def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
         return swiglu(self.linear(x))
+
+    def best_keys(self, x: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        if linear_fp8_block_best.bound.target == REFERENCE:  # then the choice behind the product is faster
+            return greedy_keys(self.linear(x)[:, :width], first)
+        return linear_fp8_block_best(x, *self._packed, first, width)[1]
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_fp8_block(self.weight, self.scale_inv).to(dtype)

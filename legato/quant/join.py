@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from legato.ops.pointwise import rms_norm, swiglu
+from legato.ops.sample import greedy_keys
 from legato.quant.dense import DenseWeight
 from legato.quant.formats import BLOCK, Format
 from legato.quant.fp8_block import Fp8BlockWeight
@@ -56,6 +57,9 @@ class StackedWeight:
 
     def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
         return swiglu(self.linear(x))
+
+    def best_keys(self, x: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        return greedy_keys(self.linear(x)[:, :width], first)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([weight.dequantize(dtype) for weight in self.weights])

@@ -53,6 +53,10 @@ class Weight(Protocol):
         """swiglu(x[T,K] @ W.T) -> [T,N/2] in x.dtype, of a weight of gate rows, then up rows."""
         ...
 
+    def best_keys(self, x: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        """Of each row of x[T,K] @ W.T the best of the first `width` outputs, numbered from `first` on: `greedy_keys`."""
+        ...
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] in `dtype`: computed in float32 with one rounding per element, then cast once."""
         ...

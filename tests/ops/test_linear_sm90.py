@@ -5,6 +5,7 @@ The packed layout, the tilings' sizes and the compilation are tested on any mach
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 
 import pytest
@@ -273,7 +274,9 @@ def test_the_best_output_is_that_of_the_product(shape: tuple[int, int, int], uni
     """As the product itself has it, ties to the lowest; padding never; parts of a vocabulary agree with the whole by their keys;
     a launch leaves nothing behind for the next one, whatever the number of rows."""
     product = Product(*shape)
-    best = implementation(linear_bf16_best if shape[2] == 16 else linear_fp8_block_best)
+    implemented("sm90")
+    importlib.import_module("legato.ops.gemm.argmax_sm90")
+    best = (linear_bf16_best if shape[2] == 16 else linear_fp8_block_best).implementations["argmax_sm90"]
     outputs, width = product.outputs, product.outputs - 7
     x, _ = product.rows(20)
     for count in (16, 1, 6, 8, 9, 16, 20, 1):

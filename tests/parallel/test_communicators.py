@@ -72,7 +72,7 @@ def test_ranks_that_share_a_vocabulary_agree_on_the_best_token_of_all(dtype: tor
     shards = [logits[:, rank * width : (rank + 1) * width] for rank in range(size)]
 
     def best(communicator: Communicator, rank: int) -> Tensor:
-        return best_token(shards[rank], vocab, communicator)
+        return best_token(lambda first, count: greedy_keys(shards[rank][:, :count], first), width, vocab, communicator)
 
     said = [Listening(Mesh(rank, size)) for rank in range(size)]
     keys = tuple(
@@ -82,7 +82,8 @@ def test_ranks_that_share_a_vocabulary_agree_on_the_best_token_of_all(dtype: tor
         assert torch.equal(best(Listening(Mesh(rank, size), others=keys), rank), expected)
         best(alone, rank)
         assert (alone.exchanges.gathers, alone.exchanges.num_bytes) == (1, 9 * 8)
-    assert torch.equal(best_token(logits, vocab, ALONE), expected)
+    alone = best_token(lambda first, count: greedy_keys(logits[:, :count], first), size * width, vocab, ALONE)
+    assert torch.equal(alone, expected)
 
 
 def test_a_communicator_must_be_of_the_group_that_there_is() -> None:

@@ -20,7 +20,7 @@ from legato.ops.op import Op, op
 _INDEX = 0xFFFFFFFF
 
 
-@op(pack=pack_columns)
+@op(reference_ok=True, pack=pack_columns)
 def linear_bf16_best(x: Tensor, weight: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     """The index of the highest of x @ weight.T in each row, ties to the lowest, without writing the product.
 
@@ -32,7 +32,7 @@ def linear_bf16_best(x: Tensor, weight: Tensor, first: int, width: int) -> tuple
     return best_of(matmul(x, weight).to(x.dtype), first, width)
 
 
-@op
+@op(reference_ok=True)
 def linear_fp8_block_best(
     x: Tensor, weight: Tensor, scale_inv: Tensor, first: int, width: int
 ) -> tuple[Tensor, Tensor]:

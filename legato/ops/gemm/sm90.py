@@ -26,11 +26,11 @@ from legato.ops.gemm import (
     linear_swiglu,
     sm90_heads,
 )
-from legato.ops.gemm.best import best_of, linear_bf16_best, linear_fp8_block_best
 from legato.ops.gemm.library import by_library
 from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, restore, restore_swiglu, separated
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, shared_bytes, tiling
 from legato.ops.pointwise import rms_norm, swiglu
+from legato.ops.sample import best_of_keys, greedy_keys
 
 __all__ = ["sm90_heads"]  # attached by being imported
 
@@ -283,21 +283,24 @@ def run_fp8_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept, s
     return multiply_normed(Packed(*few, scale_inv), x, norm, eps)
 
 
-@linear_bf16_best.on("sm90", pack=pack_bf16)
+def _best_behind(logits: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    keys = greedy_keys(logits[:, :width], first)
+    return best_of_keys(keys[None]), keys
+
+
 def run_bf16_best(x: Tensor, weight: Tensor | Kept, first: int, width: int) -> tuple[Tensor, Tensor]:
     """Up to 16 rows of bfloat16 with a packed weight: one launch that writes no logits. Otherwise the best of the product."""
     few = _few(x, weight, 16)
     if few is None or x.shape[0] > MOST_FUSED:
-        return best_of(run_bf16(x, weight), first, width)
+        return _best_behind(run_bf16(x, weight), first, width)
     return multiply_best(Packed(*few), x, first, width)
 
 
-@linear_fp8_block_best.on("sm90", pack=pack_fp8)
 def run_fp8_best(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     """As `run_bf16_best`, with a weight of e4m3."""
     few = _few(x, weight, 8)
     if few is None or x.shape[0] > MOST_FUSED:
-        return best_of(run_fp8(x, weight, scale_inv), first, width)
+        return _best_behind(run_fp8(x, weight, scale_inv), first, width)
     return multiply_best(Packed(*few, scale_inv), x, first, width)
 
 

@@ -20,6 +20,9 @@
 // EARLY: the host promises that all of this was complete before the preceding kernel began, but for the queries and for
 // tokens at the slots `stored`, which that kernel may be writing. A block's first unit is then fetched while it runs.
 //
+// Nearly all of this runs once a launch, two warps to a scheduler, so instructions are time: addresses are a base and a
+// constant, and what does not depend on the preceding kernel stands before the wait for it (NOTES.md).
+//
 // Macros: HEADS (8 or 16); FP8: the cache's layout; MODE; EARLY; FIXED_BYTES: the shared memory without the inbox, as the host
 // counts it.
 
@@ -57,6 +60,10 @@ static_assert(INBOX_AT % 16 == 0, "");
 static_assert(HEADS * (LATENT * 2 + 16) <= TOKENS_BYTES, "");
 constexpr u32 NOTHING = 0xffffffffu;
 
+// What `swizzled` describes, `bytes` behind a matrix whose description has the lower half `from`: an addition each, where masks
+// and shifts for all of them would be several hundred instructions.
+__device__ __forceinline__ u32 lower_half(u32 address) { return u32(swizzled(address)); }
+__device__ __forceinline__ u64 matrix(u32 from, int bytes) { return swizzled(0) & ~0xffffffffull | (from + (bytes >> 4)); }
 __device__ __forceinline__ u32 pack_p(float low, float high) {
   return FP8 ? pack_f16(low, high) : pack_bf16(low, high);
 }
@@ -72,45 +79,53 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
                : "r"(address)
                : "memory");
 }
+// Where the compiler shall add nothing up again: what is behind an address is a constant behind it in the instruction.
+__device__ __forceinline__ void settle(u32 &address) { asm volatile("" : "+r"(address)); }
+__device__ __forceinline__ void settle(const u8 *&pointer) { asm volatile("" : "+l"(pointer)); }
 // This lane's part in fetching tokens: rows 16 * (warp of the group) + lane / 8 + 4i of both tiles, 16 bytes of a piece
-// of 128.
+// of 128. A group of warps fetches half of the columns, of which `cache` and `targets` are at the first.
 struct Fetch {
+  static constexpr int COLUMNS = FP8 ? 2 : 4;  // FP8: of 128 values
+  static constexpr int PITCH = FP8 ? 128 : COLUMN_BYTES;
   const u8 *cache;  // at this lane's piece of token 0
   u32 token[8];     // tile 0: 0..3, tile 1: 4..7; in units of 16 bytes
-  u32 target;       // of row 0 (i = 0) in tile 0, column 0
+  u32 targets[2];   // of rows of even and of odd i, less i * ROW, in tile 0
 
-  __device__ __forceinline__ void piece(int tile, int i, int column) const {
-    const u32 from = tile ? token[4 + i] : token[i];
-    const u8 *source = cache + (from == NOTHING ? 0 : size_t(from) * 16) + column * 128;
-    if (FP8)
-      copy_async(target + tile * TILE_BYTES + i * 4 * ROW_BYTES + column * 128, source, from != NOTHING);
-    else
-      copy_async((target ^ (i % 2 * 64)) + tile * TILE_BYTES + column * COLUMN_BYTES + i * 512, source,
-                 from != NOTHING);
+  __device__ __forceinline__ u32 from(int tile, int i) const { return tile ? token[4 + i] : token[i]; }
+  __device__ __forceinline__ const u8 *source(int tile, int i) const {
+    const u8 *pointer = cache + size_t(from(tile, i) == NOTHING ? 0 : from(tile, i)) * 16;
+    settle(pointer);
+    return pointer;
+  }
+  __device__ __forceinline__ u32 target(int tile, int i) const {
+    return targets[i % 2] + tile * TILE_BYTES + i * (FP8 ? 4 * ROW_BYTES : 512);
   }
   // All that a group of warps fetches of one of this lane's tokens.
   __device__ __forceinline__ void token_of(int tile, int i, int group, int lane) const {
+    const u8 *const pointer = source(tile, i);
+    const bool wanted = from(tile, i) != NOTHING;
 #pragma unroll
-    for (int k = 0; k < (FP8 ? 2 : 4); ++k) piece(tile, i, group * (FP8 ? 2 : 4) + k);
-    if (group == tile) {
-      piece(tile, i, FP8 ? 4 : 8);
-      if (FP8 && lane % 8 == 0) piece(tile, i, 5);
-    }
+    for (int k = 0; k < COLUMNS; ++k) copy_async(target(tile, i) + k * PITCH, pointer + k * 128, wanted);
+    if (group == tile) tail_of(tile, i, tile, lane, pointer);
   }
-  // One column (FP8: 128 values) of all tokens.
-  __device__ __forceinline__ void column(int column) const {
+  // One column of all tokens, of this group's.
+  __device__ __forceinline__ void column(int k) const {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) piece(tile, i, column);
+      for (int i = 0; i < 4; ++i)
+        copy_async(target(tile, i) + k * PITCH, source(tile, i) + k * 128, from(tile, i) != NOTHING);
   }
   // What only the scores of a tile need: rope, and an FP8 token's scales.
-  __device__ __forceinline__ void tail(int tile, int lane) const {
+  __device__ __forceinline__ void tail(int group, int lane) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      piece(tile, i, FP8 ? 4 : 8);
-      if (FP8 && lane % 8 == 0) piece(tile, i, 5);
-    }
+    for (int i = 0; i < 4; ++i) tail_of(group, i, group, lane, source(group, i));
+  }
+  __device__ __forceinline__ void tail_of(int tile, int i, int group, int lane, const u8 *pointer) const {
+    const int k = (2 - group) * COLUMNS;
+    copy_async(target(tile, i) + k * PITCH, pointer + k * 128, from(tile, i) != NOTHING);
+    if (FP8 && lane % 8 == 0)
+      copy_async(target(tile, i) + (k + 1) * PITCH, pointer + (k + 1) * 128, from(tile, i) != NOTHING);
   }
 };
 
@@ -137,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u32 blocks, rank;
   asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  const int row = blockIdx.x / blocks, first_head = blockIdx.y * HEADS;
+  const int log_blocks = 31 - __clz(blocks);  // the host takes powers of two: divisions would be a hundred instructions
+  const int row = blockIdx.x >> log_blocks, first_head = blockIdx.y * HEADS;
   const u32 base = shared_address(shared), barrier = base + BARRIER_AT;
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
@@ -153,8 +169,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int my_row = warp % 4 * 16 + lane / 8;
   int found[8], count;
   Fetch fetch;
-  fetch.cache = cache + lane % 8 * 16;
-  fetch.target = FP8 ? base + my_row * ROW_BYTES + lane % 8 * 16 : base + my_row * 128 + ((lane ^ my_row) & 7) * 16;
+  fetch.cache = cache + lane % 8 * 16 + group * Fetch::COLUMNS * 128;
+  fetch.targets[0] = base + group * Fetch::COLUMNS * Fetch::PITCH +
+                     (FP8 ? my_row * ROW_BYTES + lane % 8 * 16 : my_row * 128 + ((lane ^ my_row) & 7) * 16);
+  fetch.targets[1] = FP8 ? fetch.targets[0] : fetch.targets[0] ^ 64;
+  settle(fetch.targets[0]), settle(fetch.targets[1]);
   auto take = [&](int unit) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -184,10 +203,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 #endif
   asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-
+  // What can be said of the queries before there are any.
   q += size_t(row) * q_stride * 2 + first_head * 1152;
   const int own_heads = min(heads - first_head, HEADS);
+#if FP8
+  q += warp * 1152 + lane * 32;
+  settle(q);
+#else
+  constexpr int PIECES = (HEADS * 72 + THREADS - 1) / THREADS;
+  const u8 *query[PIECES];
+  u32 query_target[PIECES];
+  bool query_wanted[PIECES];
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    const int at = threadIdx.x + i * THREADS, head = at / 72, piece = at % 72;
+    query[i] = q + at * 16;
+    query_target[i] = base + Q_AT + piece / 8 * Q_COLUMN + head * 128 + (((piece ^ head) & 7) << 4);
+    query_wanted[i] = head < own_heads;
+    settle(query[i]), settle(query_target[i]);
+  }
+#endif
+  if (blocks > 1) cluster_wait();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+
 #if FP8
   uint4 queries[HEADS / 8][4];
 #pragma unroll
@@ -197,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int head = warp + 8 * i, block = lane + k / 2 * 32;
       queries[i][k] = make_uint4(0, 0, 0, 0);
       if (head < own_heads && block < 36)
-        queries[i][k] = load_fresh(reinterpret_cast<const uint4 *>(q + head * 1152 + block * 32) + k % 2);
+        queries[i][k] = load_fresh(reinterpret_cast<const uint4 *>(q + i * 8 * 1152 + k / 2 * 1024) + k % 2);
     }
 #endif
 #if !EARLY
@@ -206,11 +244,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int units = (count + UNIT - 1) / UNIT;
 
 #if !FP8
-  for (int at = threadIdx.x; at < HEADS * 72; at += THREADS) {
-    const int head = at / 72, piece = at % 72;
-    copy_async(base + Q_AT + piece / 8 * Q_COLUMN + head * 128 + (((piece ^ head) & 7) << 4), q + at * 16,
-               head < own_heads);
-  }
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    if (int(threadIdx.x) + i * THREADS < HEADS * 72) copy_async(query_target[i], query[i], query_wanted[i]);
 #endif
 #if !EARLY
   take(rank);
@@ -227,11 +263,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (works) {
     if (FP8) {
       fetch.tail(group, lane), copies_commit();
-      fetch.column(group * 2), copies_commit();
-      fetch.column(group * 2 + 1), copies_commit();
+      fetch.column(0), copies_commit();
+      fetch.column(1), copies_commit();
     } else {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) fetch.column(group * 4 + k), copies_commit();
+      for (int k = 0; k < 4; ++k) fetch.column(k), copies_commit();
       fetch.tail(group, lane), copies_commit();
     }
   }
@@ -300,53 +336,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int w = 0; w < 8; ++w) v += *reinterpret_cast<const float *>(shared + WARP_SUMS_AT + (w * HEADS + head) * 4);
     return v;
   };
-  const int parts = SEPARATE ? units : min(int(blocks), units), owned = LATENT / int(blocks);  // values of each block
+  const int parts = SEPARATE ? units : min(int(blocks), units), owned = LATENT >> log_blocks;  // values of each block
   // Tells every block of the cluster a part's maxima and sums of weights.
   auto announce = [&](int part) {
-    for (int at = threadIdx.x; at < HEADS * int(blocks); at += THREADS) {
-      const int head = at % HEADS, owner = (at / HEADS + rank) % blocks;
+    static_assert(HEADS * PARTS <= THREADS, "a thread for each head of each block");
+    if (threadIdx.x < HEADS * blocks) {
+      const int head = threadIdx.x % HEADS, owner = (threadIdx.x / HEADS + rank) & (blocks - 1);
       push(remote(base + WEIGHTS_AT + (part * HEADS + head) * 8, owner),
            *reinterpret_cast<const float *>(shared + MAXIMA_AT + head * 4), total(head), remote(barrier, owner));
     }
   };
-  // Sends a part's sums to the blocks that own the values, four heads of one value per lane: lanes of even t take row
-  // g, of odd t row g + 8.
-  auto deliver = [&](int part) {
+  // Sends 64 values of a part's sums for each warpgroup to the blocks that own them, four heads of one value per lane: lanes
+  // of even t take row g, of odd t row g + 8.
+  auto deliver = [&](int part, int m) {
+    const int value = group * 256 + m * 64 + warp % 4 * 16, owner = value / 16 >> (5 - log_blocks);
+    const int slab = value / 16 & (owned / 16 - 1);
+    const u32 signal = remote(barrier + 8, owner);
+    // Of 16 values in order, eight heads each: rows g and g + 8 are values 2g and 2g + 1 of an FP8 token.
+    const int place = FP8 ? 2 * g + t % 2 : t % 2 * 8 + g;
+    const u32 to =
+        remote(base + INBOX_AT + (part * owned * HEADS + slab * HEADS * 16 + place * 8 + t / 2 * 4) * 4, owner);
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int value = group * 256 + m * 64 + warp % 4 * 16, owner = value / owned, slab = value % owned / 16;
-      const u32 signal = remote(barrier + 8, owner);
-      // Of 16 values in order, eight heads each: rows g and g + 8 are values 2g and 2g + 1 of an FP8 token.
-      const int place = FP8 ? 2 * g + t % 2 : t % 2 * 8 + g;
-      const u32 to =
-          remote(base + INBOX_AT + (part * owned * HEADS + slab * HEADS * 16 + place * 8 + t / 2 * 4) * 4, owner);
-#pragma unroll
-      for (int j = 0; j < HEADS / 8; ++j) {
-        const float v0 = o[m][4 * j], v1 = o[m][4 * j + 1], v2 = o[m][4 * j + 2], v3 = o[m][4 * j + 3];
-        const float x = __shfl_xor_sync(~0u, t % 2 ? v0 : v2, 1), y = __shfl_xor_sync(~0u, t % 2 ? v1 : v3, 1);
-        if (t % 2)
-          push(to + j * 512, x, y, v2, v3, signal);
-        else
-          push(to + j * 512, v0, v1, x, y, signal);
-      }
+    for (int j = 0; j < HEADS / 8; ++j) {
+      const float v0 = o[m][4 * j], v1 = o[m][4 * j + 1], v2 = o[m][4 * j + 2], v3 = o[m][4 * j + 3];
+      const float x = __shfl_xor_sync(~0u, t % 2 ? v0 : v2, 1), y = __shfl_xor_sync(~0u, t % 2 ? v1 : v3, 1);
+      push(to + j * 512, t % 2 ? x : v0, t % 2 ? y : v1, t % 2 ? v2 : x, t % 2 ? v3 : y, signal);
     }
   };
-  if (blocks > 1) {
-    cluster_wait();
-    if (threadIdx.x == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(parts * HEADS * 8)
-                   : "memory");
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier + 8),
-                   "r"(parts * owned * HEADS * 4)
-                   : "memory");
-    }
+  if (blocks > 1 && threadIdx.x == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(parts * HEADS * 8) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier + 8), "r"(parts * owned * HEADS * 4)
+                 : "memory");
   }
   const u32 tile_at = base + group * TILE_BYTES;
   const u32 p_at = FP8 ? base + P_AT : base + 8 * COLUMN_BYTES;  // of tile 0
   constexpr int P_STRIDE = FP8 ? P_TILE : TILE_BYTES;
+  const u32 keys_at = lower_half(tile_at), queries_at = lower_half(base + Q_AT), weights_at = lower_half(p_at);
+  const u32 values_at = lower_half(base + group * 4 * COLUMN_BYTES);
 
   for (int unit = rank; unit < units; unit += blocks) {
     const bool more = !ONE && unit + int(blocks) < units, again = !SEPARATE && unit != int(rank);
+    const bool at_once = EARLY && (ONE || unit == int(rank));  // one group of copies
     const bool complete = SEPARATE || !more;  // the part
     if (more) read_slots(found, slots, (unit + blocks) * UNIT + my_row, width);
     bool counted[2];  // this lane's rows g and g + 8
@@ -366,8 +396,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 factor[2][4];  // scales of rows g and g + 8
     float scaled[2][4];
     float parts[APART ? 4 : 1][SUMS];
-    if (EARLY && unit == int(rank))
-      copies_wait<0>();  // one group with all
+    if (at_once)
+      copies_wait<0>();
     else
       copies_wait<2>();
     __syncthreads();
@@ -394,17 +424,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       products_begin();
 #pragma unroll
       for (int k = 0; k < STEPS; ++k)
-        Products<HEADS, 0>::bf16(s, a[part][k], swizzled(base + Q_AT + 8 * Q_COLUMN + (part * STEPS + k) * 32),
+        Products<HEADS, 0>::bf16(s, a[part][k], matrix(queries_at, 8 * Q_COLUMN + (part * STEPS + k) * 32),
                                  part + k);
       products_commit();
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (half == 0)
-        copies_wait<1>();
-      else
-        copies_wait<0>();
-      __syncthreads();
+      if (!at_once) {
+        if (half == 0)
+          copies_wait<1>();
+        else
+          copies_wait<0>();
+        __syncthreads();
+      }
       u32 codes[2][BATCH / 2][4];
       auto load = [&](int part) {
         const int first = part * BATCH % 8, scales = half + part * BATCH / 8 * 2;
@@ -437,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         products_begin();
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
-          const u64 queries = swizzled(base + Q_AT + (scales * 2 + (first + k) / 4) * Q_COLUMN + (first + k) % 4 * 32);
+          const u64 queries = matrix(queries_at, (scales * 2 + (first + k) / 4) * Q_COLUMN + (first + k) % 4 * 32);
           if (APART)
             Products<HEADS, 0>::f16(parts[APART ? scales : 0], a[which][k], queries, first + k);
           else
@@ -457,35 +489,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
 #else
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (k == 0 && EARLY && unit == int(rank)) copies_wait<0>();  // one group with all
-      if (k == 0) copies_wait<4>();
-      if (k == 1) copies_wait<3>();
-      if (k == 2) copies_wait<2>();
-      if (k == 3) copies_wait<1>();
-      fence_async();
-      __syncthreads();
-      products_begin();
+    auto score = [&](int k) {  // one column of each half
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int kk = 0; kk < 4; ++kk) {
           const int column = half * 4 + k;
-          Products<HEADS, 0>::bf16(s, swizzled(tile_at + column * COLUMN_BYTES + kk * 32),
-                                   swizzled(base + Q_AT + column * Q_COLUMN + kk * 32), k + half + kk);
+          Products<HEADS, 0>::bf16(s, matrix(keys_at, column * COLUMN_BYTES + kk * 32),
+                                   matrix(queries_at, column * Q_COLUMN + kk * 32), k + half + kk);
         }
-      products_commit();
-    }
-    copies_wait<0>();
-    fence_async();
-    group_barrier(group);
-    products_begin();
+    };
+    auto score_rope = [&]() {
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk)
-      Products<HEADS, 0>::bf16(s, swizzled(tile_at + 8 * COLUMN_BYTES + kk * 32),
-                               swizzled(base + Q_AT + 8 * Q_COLUMN + kk * 32), 1);
-    products_commit();
+      for (int kk = 0; kk < 4; ++kk)
+        Products<HEADS, 0>::bf16(s, matrix(keys_at, 8 * COLUMN_BYTES + kk * 32),
+                                 matrix(queries_at, 8 * Q_COLUMN + kk * 32), 1);
+      products_commit();
+    };
+    if (at_once) {
+      copies_wait<0>();
+      fence_async();
+      __syncthreads();
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) score(k);
+      score_rope();
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (k == 0) copies_wait<4>();
+        if (k == 1) copies_wait<3>();
+        if (k == 2) copies_wait<2>();
+        if (k == 3) copies_wait<1>();
+        fence_async();
+        __syncthreads();
+        products_begin();
+        score(k);
+        products_commit();
+      }
+      copies_wait<0>();
+      fence_async();
+      group_barrier(group);
+      products_begin();
+      score_rope();
+    }
 #endif
     products_wait<0>();
     hold(s);
@@ -585,6 +632,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int first = part * BATCH % 8, m = part * BATCH / 8, which = part % 2;
       if (part + 1 < 32 / BATCH) load(part + 1);
       products_wait<1>();
+      // Of the products of 64 values, the last were issued two turns ago.
+      constexpr int TURNS = 8 / BATCH;
+      if (part > TURNS && part % TURNS == 1) {
+        hold(o[part / TURNS - 1]);
+        if (complete && blocks > 1) deliver(SEPARATE ? unit : rank, part / TURNS - 1);
+      }
 #pragma unroll
       for (int k = 0; k < BATCH; k += 2) {
 #pragma unroll
@@ -598,15 +651,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       products_begin();
 #pragma unroll
       for (int k = 0; k < BATCH; ++k)
-        Products<HEADS, 0>::f16(o[m], a[which][k], swizzled(p_at + (first + k) / 4 * P_STRIDE + (first + k) % 4 * 32),
+        Products<HEADS, 0>::f16(o[m], a[which][k], matrix(weights_at, (first + k) / 4 * P_STRIDE + (first + k) % 4 * 32),
                                 1);
       products_commit();
       if (more && part % (16 / BATCH) == 16 / BATCH - 1) {
         group_barrier(group);
-        fetch.column(group * 2 + part / (16 / BATCH)), copies_commit();
+        fetch.column(part / (16 / BATCH)), copies_commit();
       }
     }
     products_wait<0>();
+    hold(o[3]);
+    if (complete && blocks > 1) deliver(SEPARATE ? unit : rank, 3);
 #else
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -614,35 +669,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          Products<HEADS, 1>::bf16(o[m], swizzled(base + tile * TILE_BYTES + (group * 4 + m) * COLUMN_BYTES + k * 2048),
-                                   swizzled(p_at + tile * P_STRIDE + k * 32), 1);
+          Products<HEADS, 1>::bf16(o[m], matrix(values_at, tile * TILE_BYTES + m * COLUMN_BYTES + k * 2048),
+                                   matrix(weights_at, tile * P_STRIDE + k * 32), 1);
       products_commit();
     }
     if (complete && blocks > 1) announce(SEPARATE ? unit : rank);
-    if (more) {
-      const int unit_next = unit + blocks;
-      take(unit_next);
+    if (more) take(unit + blocks);
+    // A quarter of the values at a time: its columns are free, its sums are sent while the others are made.
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        if (m == 0) products_wait<3>();
-        if (m == 1) products_wait<2>();
-        if (m == 2) products_wait<1>();
-        if (m == 3) products_wait<0>();
+    for (int m = 0; m < 4; ++m) {
+      if (m == 0) products_wait<3>();
+      if (m == 1) products_wait<2>();
+      if (m == 2) products_wait<1>();
+      if (m == 3) products_wait<0>();
+      if (more) {
         group_barrier(group);
-        fetch.column(group * 4 + m), copies_commit();
+        fetch.column(m), copies_commit();
       }
+      hold(o[m]);
+      if (complete && blocks > 1) deliver(SEPARATE ? unit : rank, m);
+    }
+    if (more) {
       __syncthreads();
       fetch.tail(group, lane), copies_commit();
-    } else {
-      products_wait<0>();
     }
 #endif
-#pragma unroll
-    for (int m = 0; m < 4; ++m) hold(o[m]);
-    if (complete && blocks > 1) {
-      deliver(SEPARATE ? unit : rank);
-      if (more) restart();
-    }
+    if (SEPARATE && more && blocks > 1) restart();
+    if (ONE) break;  // or the compiler prepares for a loop
   }
   copies_wait<0>();  // the queries of a block without a unit
 
@@ -696,19 +749,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (part < parts) *reinterpret_cast<float *>(shared + SHARES_AT + threadIdx.x * 4) = all > 0 ? own / all : 0;
   }
   __syncthreads();
-  barrier_wait(barrier + 8, 0);
-  for (int at = threadIdx.x; at < owned * HEADS; at += THREADS) {
-    const int block = at / 128, head = block % (HEADS / 8) * 8 + at % 8,
-              value = block / (HEADS / 8) * 16 + at % 128 / 8;
-    const float *const inbox = reinterpret_cast<const float *>(shared + INBOX_AT) + at;
-    const float *const shares = reinterpret_cast<const float *>(shared + SHARES_AT) + head;
-    float x = 0;
+  // A thread has one head, and more than one value of it only where the blocks of a row are few. All but the sums is at hand when
+  // they come.
+  const int head = threadIdx.x / 128 % (HEADS / 8) * 8 + threadIdx.x % 8, pitch = owned * HEADS;
+  const bool stores = head < own_heads && lane % 16 < 8;
+  const u8 *target = out + ((size_t(row) * heads + first_head + head) * LATENT + rank * owned +
+                            threadIdx.x / (16 * HEADS) * 16 + threadIdx.x % 128 / 8) * 2;
+  settle(target);
+  float share[PARTS];
 #pragma unroll
-    for (int c = 0; c < PARTS; ++c)
-      if (c < parts) x += shares[c * HEADS] * inbox[c * owned * HEADS];
+  for (int c = 0; c < PARTS; ++c) share[c] = *reinterpret_cast<const float *>(shared + SHARES_AT + (c * HEADS + head) * 4);
+  barrier_wait(barrier + 8, 0);
+  const float *inbox = reinterpret_cast<const float *>(shared + INBOX_AT) + threadIdx.x;
+  for (int left = pitch - int(threadIdx.x); left > 0; left -= THREADS) {
+    float x = 0;
+    if (ONE && parts == PARTS) {  // so many blocks, then
+#pragma unroll
+      for (int c = 0; c < PARTS; ++c) x += share[c] * inbox[c * (LATENT / PARTS) * HEADS];
+    } else {
+#pragma unroll
+      for (int c = 0; c < PARTS; ++c)
+        if (c < parts) x += share[c] * inbox[c * pitch];
+    }
     const float next = __shfl_down_sync(~0u, x, 8);  // of the next value
-    if (head < own_heads && lane % 16 < 8)
-      *reinterpret_cast<u32 *>(out + ((size_t(row) * heads + first_head + head) * LATENT + rank * owned + value) * 2) =
-          pack_bf16(x, next);
+    if (stores) *reinterpret_cast<u32 *>(const_cast<u8 *>(target)) = pack_bf16(x, next);
+    inbox += THREADS, target += THREADS / HEADS * 2;
   }
 }

@@ -266,9 +266,10 @@ def test_more_rows_than_one_launch_takes(form: str) -> None:
 def test_a_skewed_routing_is_right() -> None:
     """Every row on the same experts, one expert with all rows, and rows that name an expert twice."""
     mixture = Mixture("nvfp4", 8, 256, 512)
-    x, ids, weights = mixture.rows(16, 2)
-    for chosen in (torch.tensor([3, 5]), torch.tensor([1, 1])):
-        mixture.check(x, chosen.to(ids).expand_as(ids), weights)
+    for count in (6, 16):
+        x, ids, weights = mixture.rows(count, 2)
+        for chosen in (torch.tensor([3, 5]), torch.tensor([1, 1])):
+            mixture.check(x, chosen.to(ids).expand_as(ids), weights)
 
 
 @pytest.mark.gpu

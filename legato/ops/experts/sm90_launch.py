@@ -24,8 +24,8 @@ MOST_ROWS = 64
 ROWS_AT_ONCE = 8
 #: Warps of a block. K is split over them, so their number decides the bits of a sum.
 WARPS = 16
-#: Shared memory of a multiprocessor less what the system keeps of it for a block.
-_SHARED_BYTES = 226 * 1024
+#: Shared memory that a block may have.
+_SHARED_BYTES = 227 * 1024
 #: Of a warp's sums of a unit, two columns of them.
 _PARTIAL_BYTES = 128
 #: Buffers in which the warps' sums of a unit meet, at most: how far warps may part.
@@ -80,7 +80,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
     pairs, tiles = rows * choices, most_tiles(rows, choices, what.num_experts)
     x_bytes, terms = warps * held * (slice_k * 256 + 16), (pairs + rows) * (strips * 16 + 4) * 4
     buffer = warps * -(-held // 2) * _PARTIAL_BYTES
-    static = tiles * (12 + 4 * held) + pairs * 8 + what.num_experts * 8 + 1536
+    static = tiles * (8 + 4 * held) + pairs * 8 + _static_bytes(what)
     # The largest copies of which two are in flight, then as many buffers as leave room for them.
     room = _SHARED_BYTES - static - x_bytes
     for (chunk, shared_chunk), buffers in product(_chunks(what, slice_k), range(_MOST_BUFFERS, 1, -1)):
@@ -105,6 +105,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "BUFFERS": buffers,
         "SPAN": min(span, strips),
         "EXPERTS": what.num_experts,
+        "CHOICES": choices,
         "X_ROWS": held,
         "MOST_PAIRS": pairs,
         "MOST_TILES": tiles,
@@ -112,6 +113,14 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "TERMS_SHARED": int(terms <= x_bytes),
     }
     return Cut(tuple(macros.items()), macros["DYNAMIC_BYTES"])
+
+
+def _static_bytes(what: Experts) -> int:
+    """Of the shared memory that the source declares, what does not depend on rows, at most: factors, barriers and items that
+    warps have asked for, by slots, and 512 bytes for the rest."""
+    slots = _MOST_SLOTS[what.routed]
+    factors = what.num_experts * 12 if what.routed == "nvfp4" else 0
+    return factors + WARPS * (slots * 8 + (16 if slots < 4 else 64)) + 512
 
 
 def _chunks(what: Experts, slice_k: int) -> list[tuple[int, int]]:
@@ -177,6 +186,6 @@ def launch(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tenso
     how = Launch(grid=(what.blocks,), block=(32 * WARPS,), shared_bytes=shared_bytes, programmatic=True)
     compiled(
         how, packed.w13, packed.w2, packed.factors, packed.shared13, packed.shared2, x, ids, weights, y, both_features,
-        terms, state, rows, choices, what.num_experts, x.stride(0),
+        terms, state, rows, x.stride(0),
     )  # fmt: skip
     return y

@@ -4,26 +4,28 @@
 // their up rows together in one tile of 16 outputs, for up to eight rows of x that chose the expert (one tile of
 // mma.m16n8k16; an expert with more rows is several "tiles"). The warps of a block share a unit's K, so after the sums have
 // met in shared memory one lane has gate and up of a feature. Second half: a block owns up to STRIPS strips of 16 outputs
-// of every expert, a warp takes strips of one tile at a time with all of their K, and the block adds up what the choices
-// of its rows give, in their order, in float32.
+// of every expert, a warp takes an item, strips of one tile, at a time with all of their K, and the block adds up what the
+// choices of its rows give, in their order, in float32.
 //
 // Nothing stands between the halves: eight features of a row are stored at once, over a value that no feature has, and
-// whoever needs them loads until they are there. Two buffers take turns; each launch clears what the last one used.
+// whoever needs them loads until they are there. Two buffers take turns; each launch clears what the last one used. Units go
+// round the blocks, so that the first experts' features are there long before the last ones', and the second half begins with
+// those: no block waits for the slowest.
 //
 // Weights are packed (sm90_formats.cuh) so that whatever a warp reads lies in one piece. Each warp streams its own
 // sequence of them through a ring of its own with bulk copies, across units and halves: the ring is full of the second
 // half's weights while its features are computed. What the shared expert's units need is asked for before the launch's
-// dependency is resolved, for nobody needs to know the routing for that.
+// dependency is resolved, for nobody needs to know the routing for that; what else belongs to it goes to the L2 meanwhile.
 //
 // Who computes what follows from ids alone; every block works it out for itself. The order of every sum is fixed: it
 // depends neither on who computes it nor on what other rows chose.
 //
 // Macros: FORMAT of the routed experts; SHARED: format of the shared one, or NONE (-1); HIDDEN, WIDTH: D and F, multiples
 // of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; DYNAMIC_BYTES of shared memory
-// that the launch gives; BUFFERS in which sums meet: how far warps may part; SPAN: strips of an item; X_ROWS: rows of a tile, and of x that fit (up to so many rows of the
-// launch stay for the whole first half, more are fetched tile by tile); MOST_PAIRS: rows * choices; MOST_TILES;
-// MOST_FEATURES: rows of a buffer of features; EXPERTS: how many there are; TERMS_SHARED: 1 where what a block adds up fits
-// the shared memory of the first half's rows.
+// that the launch gives; BUFFERS in which sums meet: how far warps may part; SPAN: strips of an item, 1 or all; X_ROWS: rows
+// of a tile, and of x that fit (up to so many rows of the launch stay for the whole first half, more are fetched tile by
+// tile); CHOICES of a row; MOST_PAIRS: rows * choices; MOST_TILES; MOST_FEATURES: rows of a buffer of features; EXPERTS: how
+// many there are; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
 
 #include "sm90_formats.cuh"
 
@@ -49,6 +51,28 @@ constexpr int PARTIAL_FLOATS = 32 * COLUMN_PAIRS;          // of a warp's sums o
 constexpr int PARTIAL_BYTES = WARPS * PARTIAL_FLOATS * 4;  // of a buffer
 static_assert(WARPS == 16, "the order of a sum is that of four groups of four warps");
 constexpr size_t FEATURE_BYTES = size_t(MOST_FEATURES) * WIDTH * 2;
+constexpr int WORDS = (MOST_PAIRS + 31) / 32;
+constexpr int PAIRS_EACH = (MOST_PAIRS + THREADS - 1) / THREADS, EXPERTS_EACH = (EXPERTS + THREADS - 1) / THREADS;
+constexpr int EXPERT_WARPS = (EXPERTS + 32 * EXPERTS_EACH - 1) / (32 * EXPERTS_EACH);  // that have some
+constexpr bool RESIDENT = MOST_PAIRS / CHOICES <= X_ROWS;  // x stays for the whole first half
+// Whether units go round the blocks back and forth: with few of them, who has one of the shared expert's, which may be of more
+// bytes, should not also have one more of the others.
+constexpr bool BACK = X_ROWS <= 2;
+constexpr bool ONE_PIECE = PIECES == 1;  // a warp's second half is worked out item by item
+// Runs of a warp that its lanes work out, at most: whether they do so once. Without pieces, runs are units only.
+constexpr int MOST_RUNS = (MOST_TILES * UNITS + GRID - 1) / GRID + 2 +
+                          (ONE_PIECE ? 0 : (MOST_TILES * STRIPS + WARPS - 1) / WARPS * PIECES * (SPAN > 1 ? STRIPS : 1));
+constexpr bool ONE_BATCH = RESIDENT && MOST_RUNS < 32;
+constexpr int SINGLE_TILES = 4;  // the last ones, of which each strip is an item: no warp is busy long after the others
+constexpr int ITEMS = SLOTS < 4 ? 4 : 16;  // that a warp may have asked for and not done: one a slot, and the present one
+static_assert(SLOTS < ITEMS, "items do not overtake themselves");
+static_assert(SPAN == 1 || SPAN >= STRIPS, "an item is a strip of a tile or all of them");
+static_assert(SHARED == NONE || SHARED_CHUNK == 1 || SHARED_CHUNK == 128 / Shared::STEP_K, "a copy is within 128 of K");
+constexpr int DOWN_CHUNK = CHUNK < PIECE_STEPS ? CHUNK : PIECE_STEPS;  // steps of a copy of the second half: of one strip
+static_assert(PIECE_STEPS % DOWN_CHUNK == 0, "copies end with strips");
+// Whether all copies of the first half are of CHUNK steps.
+constexpr bool EVEN = DEPTH % WARPS == 0 && SLICE * (128 / Routed::STEP_K) % CHUNK == 0;
+constexpr bool SHARED_EVEN = SHARED == NONE || (DEPTH % WARPS == 0 && SLICE * (128 / Shared::STEP_K) % SHARED_CHUNK == 0);
 constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
 static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
 static_assert(WARPS * (RING_BYTES + X_BYTES) + BUFFERS * PARTIAL_BYTES == DYNAMIC_BYTES, "the launch counts as this does");
@@ -70,6 +94,20 @@ __device__ __forceinline__ void copy_bulk(u32 target, const void *source, u32 by
 // Past the L1: others write these bytes in this launch or the one before.
 __device__ __forceinline__ void copy16(u32 target, const void *source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ bool elected() {
+  u32 is;
+  asm volatile("{\n.reg .pred is;\nelect.sync _|is, 0xffffffff;\nselp.u32 %0, 1, 0, is;\n}" : "=r"(is));
+  return is;
+}
+
+__device__ __forceinline__ void prefetch_bulk(const void *source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy4(u32 target, const void *source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -97,46 +135,64 @@ __device__ __forceinline__ void store_relaxed(u8 *pointer, uint4 v) {
 // What no feature is: the conversion to bfloat16 makes one NaN, and this is another.
 constexpr u32 MISSING = 0xffffffffu;
 
-// An item of the second half: up to SPAN strips of a tile, or one of a shared expert's tile, whose weights may be four times as
-// many bytes and would keep one warp busy when all others are done. Items go round the warps.
+// An item of the second half: all of the block's strips of a tile; or one, where SPAN is 1, of the last tiles and of a shared
+// expert's, whose weights may be four times as many bytes: no warp is busy when all others are done. Items go round the warps.
 struct Item {
   int tile, strip, strips;
 };
 
+// number / count, where count is `most` or one less: no division by what only the block knows.
+template <int MOST>
+__device__ __forceinline__ int divide(int number, int count) {
+  return count == MOST ? number / MOST : number / (MOST > 1 ? MOST - 1 : 1);
+}
+
 __device__ __forceinline__ Item item_of(int number, int live, int shared_tiles, int num_tiles) {
-  const int of_shared = shared_tiles * live, rest = number - of_shared;
   if (live == 0) return {num_tiles, 0, 0};
-  if (SHARED != NONE && rest < 0) return {number / live, number % live, 1};
-  if (SPAN >= STRIPS) return {shared_tiles + rest, 0, live};
-  const int per_tile = (live + SPAN - 1) / SPAN, strip = rest % per_tile * SPAN;
-  return {shared_tiles + rest / per_tile, strip, min(SPAN, live - strip)};
+  const int rest = number - shared_tiles * live;
+  if (SHARED != NONE && rest < 0) {
+    const int tile = divide<STRIPS>(number, live);
+    return {tile, number - tile * live, 1};
+  }
+  const int whole = SPAN == 1 ? 0 : ONE_PIECE ? max(0, num_tiles - shared_tiles - SINGLE_TILES) : num_tiles;
+  if (rest < whole) return {shared_tiles + rest, 0, live};
+  const int tile = divide<STRIPS>(rest - whole, live);
+  return {shared_tiles + whole + tile, rest - whole - tile * live, 1};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe(const u8 *__restrict__ w13, const u8 *__restrict__ w2, const float *__restrict__ factors,
         const u8 *__restrict__ shared13, const u8 *__restrict__ shared2, const u8 *__restrict__ x, const int *ids,
         const float *weights, u8 *__restrict__ y, u8 *both_features, float *terms_global, u64 *state, int rows,
-        int choices, int experts, int x_stride) {
-  extern __shared__ __align__(1024) u8 memory[];
-  __shared__ __align__(8) u64 full_barriers[WARPS][SLOTS];
-  __shared__ __align__(8) u64 met_barriers[BUFFERS], free_barriers[BUFFERS];
+        int x_stride) {
+  extern __shared__ __align__(128) u8 memory[];
+  // Of slots that are full, warp by warp; of sums that have met and of buffers that are free again; of the first half, which
+  // all warps have done; and of rows of x that are there, warp by warp.
+  __shared__ __align__(8) u64 barriers[WARPS * SLOTS + 2 * BUFFERS + 1 + WARPS];
   __shared__ int expert_of[MOST_TILES];     // -1: the shared expert
   __shared__ int count_of[MOST_TILES];      // rows of a tile
   __shared__ int pair_of[MOST_TILES][X_ROWS];  // row * choices + choice (the shared expert's follow), and the row 16 bits up
   __shared__ int id_of[MOST_PAIRS];
   __shared__ float weight_of[MOST_PAIRS];
-  __shared__ int seen_of[EXPERTS], open_of[EXPERTS];  // pairs of an expert so far, and its last tile
-  __shared__ float down_of[MOST_TILES];
-  __shared__ int tiles_found;
+  __shared__ float factors_of[FORMAT == NVFP4 ? EXPERTS * 3 : 1];
+  __shared__ u32 items_of[WARPS][ITEMS];  // that a warp has asked for: tile, first strip 16 bits up, strips 24 bits up
+  __shared__ int tiles_of_warp[WARPS];
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int block = blockIdx.x, pairs = rows * choices;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int block = blockIdx.x, pairs = rows * CHOICES;
   u8 *const ring = memory + warp * RING_BYTES;
   float *const partial = reinterpret_cast<float *>(memory + WARPS * RING_BYTES);
   u8 *const x_all = memory + WARPS * RING_BYTES + BUFFERS * PARTIAL_BYTES, *const x_own = x_all + warp * X_BYTES;
   float *const terms = TERMS_SHARED ? reinterpret_cast<float *>(x_all)
                                     : terms_global + size_t(block) * (pairs + rows) * TERM_PITCH;
-  const u32 ring_at = shared_address(ring), full = shared_address(full_barriers[warp]);
+  // Which pairs name an expert, one bit each; then the expert's first tile. This room is free as yet.
+  u32 *const named = RESIDENT ? reinterpret_cast<u32 *>(partial) : reinterpret_cast<u32 *>(x_all);
+  static_assert(EXPERTS * WORDS * 4 <= (RESIDENT ? BUFFERS * PARTIAL_BYTES : WARPS * X_BYTES), "bits have room");
+  const u32 ring_at = shared_address(ring), barriers_at = __shfl_sync(0xffffffffu, shared_address(barriers), 0);
+  const u32 full = barriers_at + warp * SLOTS * 8, halves = barriers_at + (WARPS * SLOTS + 2 * BUFFERS) * 8;
+  const u32 x_there = halves + 8 + warp * 8;
+  auto met_at = [&](int buffer) { return barriers_at + (WARPS * SLOTS + buffer) * 8; };
+  auto free_at = [&](int buffer) { return barriers_at + (WARPS * SLOTS + BUFFERS + buffer) * 8; };
   u64 once;  // most weights are read by one block only
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
 
@@ -145,71 +201,105 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int slice = DEPTH % WARPS == 0 ? SLICE : (warp + 1) * DEPTH / WARPS - slice_begin;
   const int strip_begin = block * STRIPS_ALL / GRID, live = (block + 1) * STRIPS_ALL / GRID - strip_begin;
 
-  // The shared expert's tiles stand first. Its units go round the blocks, whatever the routing.
+  // The shared expert's tiles stand first. Units go round the blocks; where x does not stay, routed ones only in a row.
   const int shared_tiles = SHARED == NONE ? 0 : (rows + X_ROWS - 1) / X_ROWS;
   const int shared_all = shared_tiles * UNITS;
-  const int shared_units = shared_all > block ? (shared_all - block + GRID - 1) / GRID : 0;
+  auto round_unit = [&](int round) { return round * GRID + (round == 0 || !BACK ? block : GRID - 1 - block); };
+  auto rounds_below = [&](int units) {
+    return BACK ? int(block < units) + max(0, (units + block) / GRID - 1) : max(0, (units - block + GRID - 1) / GRID);
+  };
+  const int shared_units = rounds_below(shared_all);
   int routed_first = 0, routed_units = 0, num_tiles = shared_tiles;
+  auto unit_at = [&](int index) {
+    return RESIDENT || index < shared_units ? round_unit(index) : shared_all + routed_first + index - shared_units;
+  };
 
-  // What this warp reads, in order: units of the shared expert, routed units, then strips of tiles. Lane 0 asks for it.
-  const u8 *source = nullptr;
-  int source_steps = 0, source_chunk = 0, source_run = 0, source_unit = 0, fetch_slot = 0, in_flight = 0;
-  int source_more = 0;  // units of the same tile that follow the open one
-  int source_number = warp;  // of the item of the second half
-  bool source_shared = false;
-  auto open = [&](bool known) {
-    if (source_unit < shared_units) {
-      const int unit = (block + source_unit * GRID) % UNITS;
-      source_shared = true, source_chunk = SHARED_CHUNK;
-      source_steps = slice * (128 / Shared::STEP_K);
-      source = shared13 + (size_t(unit) * DEPTH + slice_begin) * (128 / Shared::STEP_K) * Shared::BYTES;
-      ++source_unit;
-      return true;
-    }
-    if (!known) return false;
-    if (source_unit < shared_units + routed_units) {
-      constexpr size_t unit_bytes = size_t(DEPTH) * (128 / Routed::STEP_K) * Routed::BYTES;
-      source_steps = slice * (128 / Routed::STEP_K);
-      if (source_more > 0) {  // behind the end of what was asked for of the last one
-        --source_more;
-        source += unit_bytes - source_steps * Routed::BYTES;
+  // What this warp reads, in order, are runs: units of the shared expert, routed units, then strips of tiles (all of an item
+  // where K is one piece; else piece by piece, strip by strip). Lane i works out run i of 32; lane 0 asks for them.
+  const u8 *run_source = nullptr;
+  int run_steps = 0;  // none: there is no such run, or it is not known yet; of the shared expert: negative
+  auto prepare = [&](int first, bool known) {
+    int number = first + lane;
+    run_steps = 0;
+    // A warp without K in the first half has none of its runs.
+    const int units = slice > 0 ? shared_units + routed_units : 0;
+    if (number < units) {
+      const u32 unit = unit_at(number);
+      if (number < shared_units) {
+        run_steps = -slice * (128 / Shared::STEP_K);
+        run_source = shared13 + size_t(u32(unit % UNITS * DEPTH + slice_begin)) * u32(128 / Shared::STEP_K * Shared::BYTES);
       } else {
-        const int unit = routed_first + source_unit - shared_units;
-        source_shared = false, source_chunk = CHUNK;
-        source_more = UNITS - 1 - unit % UNITS;
-        source = w13 + (size_t(expert_of[shared_tiles + unit / UNITS]) * UNITS + unit % UNITS) * unit_bytes +
-                 slice_begin * (128 / Routed::STEP_K) * Routed::BYTES;
+        run_steps = slice * (128 / Routed::STEP_K);
+        run_source = w13 + size_t(u32((expert_of[unit / UNITS] * UNITS + unit % UNITS) * DEPTH + slice_begin)) *
+                               u32(128 / Routed::STEP_K * Routed::BYTES);
       }
-      ++source_unit;
-      return true;
+      return;
     }
-    const Item source_item = item_of(source_number, live, shared_tiles, num_tiles);
-    if (source_item.tile >= num_tiles) return false;
-    // All of an item in one run where K is one piece; else piece by piece, strip by strip.
-    const int expert = expert_of[source_item.tile], strips = source_item.strips;
-    const int strip = strip_begin + source_item.strip + (PIECES == 1 ? 0 : source_run % strips);
-    const int piece = PIECES == 1 ? 0 : source_run / strips;
-    source_shared = SHARED != NONE && expert < 0;
-    if (source_shared) {
-      source_chunk = SHARED_CHUNK;
-      source_steps = SHARED_PIECE_STEPS * (PIECES == 1 ? strips : 1);
-      source = shared2 + (size_t(strip) * PIECES + piece) * SHARED_PIECE_STEPS * Shared::BYTES;
+    if (ONE_PIECE || !known) return;
+    number -= units;
+    if (live == 0) return;
+    // Items of the shared expert come first; each has one strip.
+    const int of_shared = shared_tiles * live, shared_items = of_shared > warp ? (of_shared - warp + WARPS - 1) / WARPS : 0;
+    int item_number = warp, piece = 0, strip = 0;
+    if (SPAN == 1 || number < shared_items * PIECES) {
+      item_number += number / PIECES * WARPS, piece = number % PIECES;
     } else {
-      source_chunk = CHUNK;
-      source_steps = PIECE_STEPS * (PIECES == 1 ? strips : 1);
-      source = w2 + ((size_t(expert) * STRIPS_ALL + strip) * PIECES + piece) * PIECE_STEPS * Routed::BYTES;
+      const int rest = number - shared_items * PIECES, at = rest / PIECES, item = divide<STRIPS>(at, live);
+      const int within = rest - item * live * PIECES;
+      item_number += (shared_items + item) * WARPS;
+      piece = divide<STRIPS>(within, live), strip = within - piece * live;
     }
-    if (PIECES == 1 || ++source_run == PIECES * strips) source_run = 0, source_number += WARPS;
+    const Item item = item_of(item_number, live, shared_tiles, num_tiles);
+    if (item.tile >= num_tiles) return;
+    const int expert = expert_of[item.tile];
+    strip += strip_begin + item.strip;
+    if (SHARED != NONE && expert < 0) {
+      run_steps = -SHARED_PIECE_STEPS;
+      run_source = shared2 + size_t(u32(strip * PIECES + piece)) * u32(SHARED_PIECE_STEPS * Shared::BYTES);
+    } else {
+      run_steps = PIECE_STEPS;
+      run_source = w2 + size_t(u32((expert * STRIPS_ALL + strip) * PIECES + piece)) * u32(PIECE_STEPS * Routed::BYTES);
+    }
+  };
+  const u8 *source = nullptr;
+  int source_steps = 0, run = 0, fetch_slot = 0, in_flight = 0, asked = 0;
+  // The next item of this warp in the second half.
+  auto open_item = [&]() {
+    const Item item = item_of(warp + asked * WARPS, live, shared_tiles, num_tiles);
+    if (item.tile >= num_tiles) return false;
+    if (elected()) items_of[warp][asked % ITEMS] = item.tile | item.strip << 16 | item.strips << 24;
+    ++asked;
+    const int expert = expert_of[item.tile], strip = strip_begin + item.strip;
+    if (SHARED != NONE && expert < 0) {
+      source_steps = -SHARED_PIECE_STEPS;
+      source = shared2 + size_t(u32(strip)) * u32(SHARED_PIECE_STEPS * Shared::BYTES);
+    } else {
+      source_steps = PIECE_STEPS * item.strips;
+      source = w2 + size_t(u32(expert * STRIPS_ALL + strip)) * u32(PIECE_STEPS * Routed::BYTES);
+    }
     return true;
   };
   // One more chunk into the next slot; false where nothing is left, or nothing is known yet.
   auto fetch = [&](bool known) {
-    while (source_steps == 0)
-      if (!open(known)) return false;
-    const int steps = min(source_chunk, source_steps);
-    const u32 bytes = steps * (source_shared ? Shared::BYTES : Routed::BYTES);
-    barrier_expect(full + fetch_slot * 8, bytes);
-    copy_bulk(ring_at + fetch_slot * SLOT_BYTES, source, bytes, full + fetch_slot * 8, once);
+    if (source_steps == 0) {
+      if (ONE_PIECE && known && run >= (slice > 0 ? shared_units + routed_units : 0)) {
+        if (!open_item()) return false;
+      } else {
+        if (!ONE_BATCH && run > 0 && run % 32 == 0) prepare(run, known);
+        source_steps = __shfl_sync(0xffffffffu, run_steps, run % 32);
+        if (source_steps == 0) return false;
+        source = reinterpret_cast<const u8 *>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(run_source), run % 32));
+        ++run;
+      }
+    }
+    const bool of_shared = SHARED != NONE && source_steps < 0;
+    const int chunk = ONE_PIECE && asked > 0 ? DOWN_CHUNK : CHUNK;
+    const int steps = of_shared ? max(-SHARED_CHUNK, source_steps) : min(chunk, source_steps);
+    const u32 bytes = of_shared ? -steps * Shared::BYTES : steps * Routed::BYTES;
+    if (elected()) {
+      barrier_expect(full + fetch_slot * 8, bytes);
+      copy_bulk(ring_at + fetch_slot * SLOT_BYTES, source, bytes, full + fetch_slot * 8, once);
+    }
     source += bytes, source_steps -= steps;
     if (++fetch_slot == SLOTS) fetch_slot = 0;
     return true;
@@ -217,95 +307,132 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (lane == 0) {
     for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full + slot * 8, 1);
+    if (RESIDENT) barrier_init(x_there, 1);
     if (warp == 0)
       for (int i = 0; i < BUFFERS; ++i) {
-        barrier_init(shared_address(&met_barriers[i]), WARPS);
-        barrier_init(shared_address(&free_barriers[i]), 1);
+        barrier_init(met_at(i), WARPS);
+        barrier_init(free_at(i), 1);
       }
+    if (warp == 0) barrier_init(halves, WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  if (shared_units > 0) {
+    prepare(0, false);
+#pragma unroll 1
     while (in_flight < SLOTS && fetch(false)) ++in_flight;
   }
-  for (int i = threadIdx.x; i < experts; i += THREADS) seen_of[i] = 0;
-  for (int i = threadIdx.x; i < MOST_TILES; i += THREADS) count_of[i] = 0;
+  // The rest of the shared expert's weights to the L2, while nobody knows the routing.
+  constexpr u32 all = u32(UNITS) * DEPTH * (128 / Shared::STEP_K) * Shared::BYTES, each = (all / GRID + 127) / 128 * 128;
+  if (SHARED != NONE && all < (12u << 20) && threadIdx.x == THREADS - 32) {
+    const u32 from = u32(block) * each;
+    if (from < all) prefetch_bulk(shared13 + from, min(each, all - from));
+    constexpr u32 strip_bytes = PIECES * SHARED_PIECE_STEPS * Shared::BYTES;
+    if (live > 0) prefetch_bulk(shared2 + size_t(strip_begin) * strip_bytes, live * strip_bytes);
+  }
+  if (FORMAT == NVFP4)
+#pragma unroll 1
+    for (int i = threadIdx.x; i < EXPERTS * 3; i += THREADS) copy4(shared_address(factors_of + i), factors + i);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) named[i] = 0;
+#pragma unroll 1
   for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) pair_of[i / X_ROWS][i % X_ROWS] = pairs + i | i << 16;
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   // All that the preceding kernels wrote is asked for before any of it is used.
+  int own_ids[PAIRS_EACH];
+  float own_weights[PAIRS_EACH];
+#pragma unroll
+  for (int i = 0; i < PAIRS_EACH; ++i) {
+    const int pair = threadIdx.x + i * THREADS;
+    own_ids[i] = -1, own_weights[i] = 0.0f;
+    if (pair < pairs) own_ids[i] = __ldcg(ids + pair), own_weights[i] = __ldcg(weights + pair);
+  }
   const u64 finished = __ldcg(reinterpret_cast<unsigned long long *>(state));
   const u64 used_bytes[2] = {__ldcg(reinterpret_cast<unsigned long long *>(state) + 1),
                              __ldcg(reinterpret_cast<unsigned long long *>(state) + 2)};
-  const int own_pair = threadIdx.x < pairs ? int(threadIdx.x) : -1;
-  int own_id = 0;
-  float own_weight = 0.0f;
-  if (own_pair >= 0) own_id = __ldcg(ids + own_pair), own_weight = __ldcg(weights + own_pair);
-  // Rows of x that stay for the whole first half.
-  const bool resident = rows <= X_ROWS;
   auto stage_row = [&](int slot, int row) {
     const u8 *from = x + (size_t(row) * x_stride + slice_begin * 128) * 2;
     for (int at = lane * 16; at < slice * 256; at += 512) copy16(shared_address(x_own) + slot * X_PITCH + at, from + at);
   };
-  if (resident)
-    for (int row = 0; row < rows; ++row) stage_row(row, row);
+  if (RESIDENT && slice > 0 && elected()) {
+    const u32 bytes = slice * 256;
+    barrier_expect(x_there, rows * bytes);
+    const u8 *from = x + slice_begin * 256;
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row) {
+      copy_bulk(shared_address(x_own) + row * X_PITCH, from, bytes, x_there);
+      from += size_t(x_stride) * 2;
+    }
+  }
   copies_commit();
-  if (own_pair >= 0) id_of[own_pair] = own_id, weight_of[own_pair] = own_weight;
-  for (int i = threadIdx.x + THREADS; i < pairs; i += THREADS) {
-    id_of[i] = __ldcg(ids + i);
-    weight_of[i] = __ldcg(weights + i);
+#pragma unroll
+  for (int i = 0; i < PAIRS_EACH; ++i) {
+    const int pair = threadIdx.x + i * THREADS;
+    if (own_ids[i] >= EXPERTS) own_ids[i] = -1;
+    if (own_ids[i] >= 0) atomicOr(&named[own_ids[i] * WORDS + pair / 32], 1u << pair % 32);
+    if (pair < pairs) id_of[pair] = own_ids[i], weight_of[pair] = own_weights[i];
   }
-  // Launches take turns with two buffers of features; each clears what the one before it used. The first word of `state`
-  // counts blocks that have finished, this one not yet among them; the others say how many bytes of a buffer were used.
-  const int turn = finished / GRID & 1;
-  u8 *const features = both_features + turn * FEATURE_BYTES;
-  {
-    u8 *const used = both_features + (turn ^ 1) * FEATURE_BYTES;
-    const u64 bytes = turn ? used_bytes[0] : used_bytes[1];
-    for (u64 at = (u64(block) * THREADS + threadIdx.x) * 16; at < bytes; at += u64(GRID) * THREADS * 16)
-      *reinterpret_cast<uint4 *>(used + at) = make_uint4(MISSING, MISSING, MISSING, MISSING);
-    if (block == 0 && threadIdx.x == 0) state[1 + turn] = u64(pairs + rows) * WIDTH * 2;
-  }
-
-  // The tiles, in the order in which pairs first name their experts; an expert's pairs in ascending order, X_ROWS to a tile.
   if (threadIdx.x < shared_tiles)
     expert_of[threadIdx.x] = -1, count_of[threadIdx.x] = min(X_ROWS, rows - int(threadIdx.x) * X_ROWS);
   __syncthreads();
-  if (warp == 0) {
-    const u32 lower = (1u << lane) - 1;
-    int found = shared_tiles;
-    for (int first = 0; first < pairs; first += 32) {
-      const int pair = first + lane, id = pair < pairs ? id_of[pair] : -1;
-      const bool valid = id >= 0 && id < experts;
-      const u32 same = __match_any_sync(0xffffffffu, valid ? id : -1 - lane);
-      const int before = valid ? seen_of[id] : 0, rank = before + __popc(same & lower), place = rank % X_ROWS;
-      const bool opens = valid && place == 0;
-      const u32 openers = __ballot_sync(0xffffffffu, opens);
-      int tile = found + __popc(openers & lower), from = lane;
-      const int opener = rank - place - before;  // among the same, or of an earlier group where negative
-      if (valid && opener >= 0) {
-        u32 left = same;
-        for (int i = 0; i < opener; ++i) left &= left - 1;
-        from = __ffs(left) - 1;
-      }
-      tile = __shfl_sync(0xffffffffu, tile, from);
-      if (valid && opener < 0) tile = open_of[id];
-      __syncwarp();
-      if (valid) {
-        pair_of[tile][place] = pair | pair / choices << 16;
-        if (opens) expert_of[tile] = id;
-        atomicMax(&count_of[tile], place + 1);
-        if (same >> lane == 1) seen_of[id] = rank + 1, open_of[id] = tile;
-      }
-      __syncwarp();
-      found += __popc(openers);
+
+  // The tiles, by expert; an expert's pairs in ascending order, X_ROWS to a tile.
+  int ranks[PAIRS_EACH], totals[EXPERTS_EACH], own_tiles = 0;
+#pragma unroll
+  for (int i = 0; i < PAIRS_EACH; ++i) {
+    const int pair = threadIdx.x + i * THREADS;
+    ranks[i] = 0;
+    if (own_ids[i] >= 0)
+#pragma unroll
+      for (int w = 0; w < WORDS; ++w)
+        if (w <= pair / 32)
+          ranks[i] += __popc(named[own_ids[i] * WORDS + w] & (w < pair / 32 ? ~0u : (1u << pair % 32) - 1));
+  }
+#pragma unroll
+  for (int i = 0; i < EXPERTS_EACH; ++i) totals[i] = 0;
+  if (warp < EXPERT_WARPS) {
+#pragma unroll
+    for (int i = 0; i < EXPERTS_EACH; ++i) {
+      const int expert = threadIdx.x * EXPERTS_EACH + i;
+      if (expert < EXPERTS)
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) totals[i] += __popc(named[expert * WORDS + w]);
+      own_tiles += (totals[i] + X_ROWS - 1) / X_ROWS;
     }
-    if (lane == 0) tiles_found = found;
+  }
+  int tiles_before = own_tiles;
+  if (warp < EXPERT_WARPS) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, tiles_before, step);
+      if (lane >= step) tiles_before += below;
+    }
+  }
+  if (lane == 31) tiles_of_warp[warp] = tiles_before;
+  tiles_before -= own_tiles;
+  __syncthreads();
+  const int of_warp = lane < WARPS ? tiles_of_warp[lane] : 0;
+  num_tiles += __reduce_add_sync(0xffffffffu, of_warp);
+  if (warp < EXPERT_WARPS) {
+    tiles_before += __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
+    int tile = shared_tiles + tiles_before;
+#pragma unroll
+    for (int i = 0; i < EXPERTS_EACH; ++i) {
+      const int expert = threadIdx.x * EXPERTS_EACH + i;
+      if (totals[i] > 0) named[expert * WORDS] = tile;
+      for (int left = totals[i]; left > 0; left -= X_ROWS, ++tile)
+        expert_of[tile] = expert, count_of[tile] = min(left, X_ROWS);
+    }
   }
   __syncthreads();
-  num_tiles = tiles_found;
 
-  // This block's routed units: so many that all blocks need about the same time, with what they have of the shared expert.
-  {
+  if (RESIDENT) {
+    routed_units = rounds_below(num_tiles * UNITS) - shared_units;
+  } else {
+    // So many in a row that all blocks need about the same time, with what they have of the shared expert.
     const float all = float(num_tiles - shared_tiles) * UNITS;
     // Widening bounds the four-bit formats: there a unit of the shared expert, which is read ahead, costs about as one of
     // theirs in spite of its bytes.
@@ -322,218 +449,339 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     routed_first = boundary(block);
     routed_units = boundary(block + 1) - routed_first;
   }
-  if (lane == 0)
-    while (in_flight < SLOTS && fetch(true)) ++in_flight;
-  __syncwarp();
-  // For the second half: nobody waits for these while there are weights to ask for.
-  if (FORMAT == NVFP4)
-    for (int i = threadIdx.x; i < num_tiles; i += THREADS)
-      down_of[i] = expert_of[i] < 0 ? 1.0f : factors[expert_of[i] * 3 + 2];
-
+  prepare(run / 32 * 32, true);
+  // Slots that its units do not fill stay empty for now: what others need first comes first.
+  const int own_units = slice > 0 ? shared_units + routed_units : 0;
+#pragma unroll 1
+  while (in_flight < SLOTS && (!ONE_PIECE || source_steps != 0 || run < own_units || own_units == 0) && fetch(true))
+    ++in_flight;
+#pragma unroll
+  for (int i = 0; i < PAIRS_EACH; ++i) {
+    const int pair = threadIdx.x + i * THREADS;
+    if (own_ids[i] >= 0)
+      pair_of[named[own_ids[i] * WORDS] + ranks[i] / X_ROWS][ranks[i] % X_ROWS] = pair | pair / CHOICES << 16;
+  }
+  // Launches take turns with two buffers of features; each clears what the one before it used. The first word of `state`
+  // counts blocks that have finished, this one not yet among them; the others say how many bytes of a buffer were used.
+  const int turn = finished / GRID & 1;
+  u8 *const features = both_features + turn * FEATURE_BYTES;
+  {
+    u8 *const used = both_features + (turn ^ 1) * FEATURE_BYTES;
+    const u64 bytes = turn ? used_bytes[0] : used_bytes[1];
+#pragma unroll 1
+    for (u64 at = (u64(block) * THREADS + threadIdx.x) * 16; at < bytes; at += u64(GRID) * THREADS * 16)
+      *reinterpret_cast<uint4 *>(used + at) = make_uint4(MISSING, MISSING, MISSING, MISSING);
+    if (block == 0 && threadIdx.x == 0) state[1 + turn] = u64(pairs + rows) * WIDTH * 2;
+  }
   int slot = 0;
   u32 parity = 0;
   auto next_slot = [&]() {
+    // What the lanes have read of the slot comes before what the copy writes there.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (lane == 0) fetch(true);
+    fetch(true);
     if (++slot == SLOTS) slot = 0, parity ^= 1;
   };
 
   // First half.
   copies_wait<0>();
-  __syncwarp();
+  __syncthreads();
+  if (RESIDENT && slice > 0) barrier_wait(x_there, 0);
   int staged = -1;
-  for (int index = 0; index < shared_units + routed_units; ++index) {
+  const int units = shared_units + routed_units;
+  auto compute = [&](int index) {
     const bool is_shared = SHARED != NONE && index < shared_units;
-    const int unit = is_shared ? block + index * GRID : shared_tiles * UNITS + routed_first + index - shared_units;
-    const int tile = unit / UNITS, feature = unit % UNITS * 8;
-    const int count = count_of[tile];
-    const bool reduces = warp == index % WARPS;
+    const u32 unit = unit_at(index);
+    const int tile = unit / UNITS, count = count_of[tile];
     auto row_of = [&](int place) { return pair_of[tile][place] >> 16; };
-    if (!resident && tile != staged) {
+    if (!RESIDENT && tile != staged) {
       __syncwarp();
+#pragma unroll 1
       for (int place = 0; place < count; ++place) stage_row(place, row_of(place));
       copies_commit();
       copies_wait<0>();
       __syncwarp();
       staged = tile;
     }
-    float gate_factor = 1.0f, up_factor = 1.0f;
-    if (FORMAT == NVFP4 && reduces && !is_shared) {
-      gate_factor = factors[expert_of[tile] * 3];
-      up_factor = factors[expert_of[tile] * 3 + 1];
-    }
     const int place = g < count ? g : 0;  // columns beyond the tile's rows are computed and not read
-    const u8 *x_lane = x_own + (resident ? row_of(place) : place) * X_PITCH + t * 32;
+    const u8 *x_lane = x_own + (RESIDENT ? row_of(place) : place) * X_PITCH + t * 32;
     Sums sums = {};
-    if (is_shared) {
-      for (int left = slice * (128 / Shared::STEP_K); left > 0; left -= SHARED_CHUNK) {
-        barrier_wait(full + slot * 8, parity);
+    const int chunk = is_shared ? SHARED_CHUNK : CHUNK;
+#pragma unroll 1
+    for (int left = slice * (128 / (is_shared ? Shared::STEP_K : Routed::STEP_K)); left > 0; left -= chunk) {
+      barrier_wait(full + slot * 8, parity);
+      if (is_shared) {
 #pragma unroll
         for (int s = 0; s < SHARED_CHUNK; ++s)
-          if (s < left)
+          if (SHARED_EVEN || s < left)
             multiply<SHARED_FORMAT>(sums, ring + slot * SLOT_BYTES + s * Shared::BYTES, lane, [&](int b) {
               const u8 *at = x_lane + s * Shared::STEP_K * 2 + b * 128;
               return Fragment{load16(at), load16(at + 16)};
             });
         x_lane += SHARED_CHUNK * Shared::STEP_K * 2;
-        next_slot();
-      }
-    } else {
-      for (int left = slice * (128 / Routed::STEP_K); left > 0; left -= CHUNK) {
-        barrier_wait(full + slot * 8, parity);
+      } else {
 #pragma unroll
         for (int s = 0; s < CHUNK; ++s)
-          if (s < left)
+          if (EVEN || s < left)
             multiply<FORMAT>(sums, ring + slot * SLOT_BYTES + s * Routed::BYTES, lane, [&](int b) {
               const u8 *at = x_lane + s * Routed::STEP_K * 2 + b * 128;
               return Fragment{load16(at), load16(at + 16)};
             });
         x_lane += CHUNK * Routed::STEP_K * 2;
-        next_slot();
       }
+      next_slot();
     }
-    // The warps' sums meet in one of two buffers; one warp after the other adds them up.
+    // The warps' sums meet in one of a few buffers; one warp after the other adds them up.
     const int buffer = index % BUFFERS;
-    const u32 met = shared_address(&met_barriers[buffer]), freed = shared_address(&free_barriers[buffer]);
-    float *const here = partial + buffer * (PARTIAL_BYTES / 4);
-    if (index >= BUFFERS) barrier_wait(freed, (index / BUFFERS - 1) & 1);
+    if (index >= BUFFERS) barrier_wait(free_at(buffer), (index / BUFFERS - 1) & 1);
     const float4 own =
         make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
     const bool few = COLUMN_PAIRS == 1 || count <= 2;  // all in the lanes of t = 0
-    if (few ? t == 0 : t < COLUMN_PAIRS)
-      reinterpret_cast<float4 *>(here + warp * PARTIAL_FLOATS)[few ? g : g * COLUMN_PAIRS + t] = own;
+    float4 *const here = reinterpret_cast<float4 *>(partial + buffer * (PARTIAL_BYTES / 4) + warp * PARTIAL_FLOATS);
+    if (few ? t == 0 : t < COLUMN_PAIRS) here[few ? g : g * COLUMN_PAIRS + t] = own;
     __syncwarp();
-    if (lane == 0) barrier_arrive(met);
-    if (reduces) {
-      barrier_wait(met, index / BUFFERS & 1);
-      // Four groups of four warps, whoever adds them: of one or two rows eight lanes a group, else every lane all of its place.
-      auto group_sum = [&](int group, int place_of) {
-        const float4 *from = reinterpret_cast<const float4 *>(here + group * 4 * PARTIAL_FLOATS) + place_of;
-        float4 sum = from[0];
+    if (lane == 0) barrier_arrive(met_at(buffer));
+  };
+  auto all_met = [&](int index) { return barrier_passed(met_at(index % BUFFERS), index / BUFFERS & 1); };
+  auto add_up = [&](int index) {
+    const int buffer = index % BUFFERS;
+    barrier_wait(met_at(buffer), index / BUFFERS & 1);
+    const u32 unit = unit_at(index);
+    const int tile = unit / UNITS, feature = unit % UNITS * 8, count = count_of[tile];
+    const bool few = COLUMN_PAIRS == 1 || count <= 2;
+    float gate_factor = 1.0f, up_factor = 1.0f;
+    if (FORMAT == NVFP4 && index >= shared_units) {
+      gate_factor = factors_of[expert_of[tile] * 3];
+      up_factor = factors_of[expert_of[tile] * 3 + 1];
+    }
+    const float *const here = partial + buffer * (PARTIAL_BYTES / 4);
+    // Four groups of four warps, whoever adds them: of one or two rows eight lanes a group, else every lane all of its place.
+    auto group_sum = [&](int group, int place_of) {
+      const float4 *from = reinterpret_cast<const float4 *>(here + group * 4 * PARTIAL_FLOATS) + place_of;
+      float4 sum = from[0];
 #pragma unroll
-        for (int w = 1; w < 4; ++w) {
-          const float4 one = from[w * (PARTIAL_FLOATS / 4)];
-          sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
-        }
-        return sum;
-      };
-      float4 total;
-      if (few) {
-        total = group_sum(lane / 8, lane % 8);
-#pragma unroll
-        for (int step = 8; step <= 16; step *= 2) {
-          total.x += __shfl_xor_sync(0xffffffffu, total.x, step), total.y += __shfl_xor_sync(0xffffffffu, total.y, step);
-          total.z += __shfl_xor_sync(0xffffffffu, total.z, step), total.w += __shfl_xor_sync(0xffffffffu, total.w, step);
-        }
-      } else {
-        const int place_of = g * COLUMN_PAIRS + min(t, COLUMN_PAIRS - 1);
-        const float4 a = group_sum(0, place_of), b = group_sum(1, place_of);
-        const float4 c = group_sum(2, place_of), d = group_sum(3, place_of);
-        total = make_float4((a.x + b.x) + (c.x + d.x), (a.y + b.y) + (c.y + d.y), (a.z + b.z) + (c.z + d.z),
-                            (a.w + b.w) + (c.w + d.w));
+      for (int w = 1; w < 4; ++w) {
+        const float4 one = from[w * (PARTIAL_FLOATS / 4)];
+        sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(freed);
-      const u32 both = to_bf16_pair(silu(total.x * gate_factor) * (total.z * up_factor),
-                                    silu(total.y * gate_factor) * (total.w * up_factor));
-      // Lane n writes row n's eight features at once: their presence says that they are there. In a block of 64, lanes'
-      // first eight columns stand before their last eight.
-      u32 part[4];
+      return sum;
+    };
+    float4 total;
+    if (few) {
+      total = group_sum(lane / 8, lane % 8);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int from = few ? 2 * i : 8 * i + lane / 2 % 4;
-        const u32 first = __shfl_sync(0xffffffffu, both, from);
-        const u32 second = __shfl_sync(0xffffffffu, both, from + (few ? 1 : 4));
-        part[i] = __byte_perm(first, second, lane % 2 ? 0x7632 : 0x5410);
+      for (int step = 8; step <= 16; step *= 2) {
+        total.x += __shfl_xor_sync(0xffffffffu, total.x, step), total.y += __shfl_xor_sync(0xffffffffu, total.y, step);
+        total.z += __shfl_xor_sync(0xffffffffu, total.z, step), total.w += __shfl_xor_sync(0xffffffffu, total.w, step);
       }
-      const int column = feature / 64 * 64 + feature / 8 % 2 * 32 + feature / 16 % 4 * 8;
-      if (lane < count)
-        store_relaxed(features + (size_t(pair_of[tile][lane] & 0xffff) * WIDTH + column) * 2,
-                      make_uint4(part[0], part[1], part[2], part[3]));
+    } else {
+      const int place_of = g * COLUMN_PAIRS + min(t, COLUMN_PAIRS - 1);
+      const float4 a = group_sum(0, place_of), b = group_sum(1, place_of);
+      const float4 c = group_sum(2, place_of), d = group_sum(3, place_of);
+      total = make_float4((a.x + b.x) + (c.x + d.x), (a.y + b.y) + (c.y + d.y), (a.z + b.z) + (c.z + d.z),
+                          (a.w + b.w) + (c.w + d.w));
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(free_at(buffer));
+    const u32 both = to_bf16_pair(silu(total.x * gate_factor) * (total.z * up_factor),
+                                  silu(total.y * gate_factor) * (total.w * up_factor));
+    // Lane n writes row n's eight features at once: their presence says that they are there. In a block of 64, lanes'
+    // first eight columns stand before their last eight.
+    u32 part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int from = few ? 2 * i : 8 * i + lane / 2 % 4;
+      const u32 first = __shfl_sync(0xffffffffu, both, from);
+      const u32 second = __shfl_sync(0xffffffffu, both, from + (few ? 1 : 4));
+      part[i] = __byte_perm(first, second, lane % 2 ? 0x7632 : 0x5410);
+    }
+    const int column = feature / 64 * 64 + feature / 8 % 2 * 32 + feature / 16 % 4 * 8;
+    if (lane < count)
+      store_relaxed(features + (size_t(pair_of[tile][lane] & 0xffff) * WIDTH + column) * 2,
+                    make_uint4(part[0], part[1], part[2], part[3]));
+  };
+  int pending = -1;  // a unit whose sums this warp adds up: at once where all are there, else behind the next unit
+#pragma unroll 1
+  for (int index = 0; index <= units; ++index) {
+    if (index < units) {
+      compute(index);
+      if (warp == index % WARPS) pending = index;
+    }
+    if (pending >= 0 && (pending < index || all_met(pending))) {
+      add_up(pending);
+      pending = -1;
     }
   }
 
   // What a block adds up lies where its rows of x were.
-  __syncthreads();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(halves);
 
   // Second half. A lane holds its part of its row for a piece of K, and asks for the next where it takes the last.
-  auto item_at = [&](int number) { return item_of(number, live, shared_tiles, num_tiles); };
-  auto row_at = [&](int number, int piece) {
-    const int tile = min(item_at(number).tile, num_tiles - 1), place = g < count_of[tile] ? g : 0;
+  auto row_of_tile = [&](int tile, int piece) {
+    const int place = g < count_of[tile] ? g : 0;
     return features + (size_t(pair_of[tile][place] & 0xffff) * WIDTH + piece * PIECE) * 2 + t * 16;
   };
   Fragment held[PIECE / 64];
   const u8 *row = nullptr;
-  if (item_at(warp).tile < num_tiles) {
-    row = row_at(warp, 0);
+  auto load_row = [&](int b) { held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)}; };
+  // Other blocks may still be computing them.
+  auto await_row = [&]() {
+    auto missing = [&]() {
+      bool any = false;
 #pragma unroll
-    for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
-  }
-  for (int number = warp;; number += WARPS) {
-    const Item item = item_at(number);
-    if (item.tile >= num_tiles) break;
-    const int tile = item.tile, count = count_of[tile], strips = item.strips;
-    const bool is_shared = SHARED != NONE && expert_of[tile] < 0;
-    Sums sums[SPAN] = {};
-    for (int piece = 0; piece < PIECES; ++piece) {
-      // Other blocks may still be computing them.
-      auto missing = [&]() {
-        bool some = false;
+      for (int b = 0; b < PIECE / 64; ++b) any |= held[b].first.x == MISSING || held[b].second.x == MISSING;
+      return any;
+    };
+    while (__any_sync(0xffffffffu, missing())) {
 #pragma unroll
-        for (int b = 0; b < PIECE / 64; ++b) some |= held[b].first.x == MISSING || held[b].second.x == MISSING;
-        return some;
-      };
-      while (__any_sync(0xffffffffu, missing())) {
+      for (int b = 0; b < PIECE / 64; ++b) load_row(b);
+    }
+  };
+  auto take = [&](int b, bool reload) {
+    const Fragment now = held[b];
+    if (reload) load_row(b);
+    return now;
+  };
+  bool parted = true;
+  auto leave = [&](const Sums &sums, int tile, int count, int strip, float factor) {
+    if (parted) {  // where x was, that other warps may have been reading
+      barrier_wait(halves, 0);
+      parted = false;
+    }
 #pragma unroll
-        for (int b = 0; b < PIECE / 64; ++b) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
+    for (int i = 0; i < 4; ++i)
+      if (2 * t + i % 2 < count)
+        terms[size_t(pair_of[tile][2 * t + i % 2] & 0xffff) * TERM_PITCH + strip * 16 + g + i / 2 * 8] =
+            (sums[0][i] + sums[1][i]) * factor;
+  };
+  if (ONE_PIECE) {
+    bool reloaded = false;
+    for (int taken = 0; taken < asked; ++taken) {
+      __syncwarp();
+      const u32 item_now = items_of[warp][taken % ITEMS];
+      const int first_strip = item_now >> 16 & 0xff, strips = item_now >> 24;
+      const int tile = item_now & 0xffff, count = count_of[tile], expert = expert_of[tile];
+      const bool is_shared = SHARED != NONE && expert < 0;
+      const float factor = FORMAT == NVFP4 && !is_shared ? factors_of[expert * 3 + 2] : 1.0f;
+      if (!reloaded) {
+        row = row_of_tile(tile, 0);
+#pragma unroll
+        for (int b = 0; b < PIECE / 64; ++b) load_row(b);
       }
-      row = piece + 1 < PIECES ? row_at(number, piece + 1) : row_at(number + WARPS, 0);
-      auto take = [&](int b, bool last) {
-        const Fragment now = held[b];
-        if (last) held[b] = {load_relaxed(row + b * 128), load_relaxed(row + b * 128 + 64)};
-        return now;
+      await_row();
+      // Where this lane's sums of the columns 2 t and 2 t + 1 go, if these are rows.
+      const bool some[2] = {2 * t < count, 2 * t + 1 < count};
+      float *to[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        to[i] = terms + (some[i] ? (pair_of[tile][2 * t + i] & 0xffff) * TERM_PITCH : 0) + first_strip * 16 + g;
+      auto leave_strip = [&](const Sums &sums) {
+        if (parted) {  // where x was, that other warps may have been reading
+          barrier_wait(halves, 0);
+          parted = false;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (some[i]) {
+            to[i][0] = (sums[0][i] + sums[1][i]) * factor;
+            to[i][8] = (sums[0][i + 2] + sums[1][i + 2]) * factor;
+          }
+          to[i] += 16;
+        }
       };
       if (is_shared) {
+        Sums sums = {};
 #pragma unroll
         for (int k = 0; k < SHARED_PIECE_STEPS; ++k) {
           if (k % SHARED_CHUNK == 0) barrier_wait(full + slot * 8, parity);
-          multiply<SHARED_FORMAT>(sums[0], ring + slot * SLOT_BYTES + k % SHARED_CHUNK * Shared::BYTES, lane,
-                                  [&](int b) { return take(k * (Shared::STEP_K / 64) + b, true); });
+          multiply<SHARED_FORMAT>(sums, ring + slot * SLOT_BYTES + k % SHARED_CHUNK * Shared::BYTES, lane,
+                                  [&](int b) { return take(k * (Shared::STEP_K / 64) + b, false); });
           if (k % SHARED_CHUNK == SHARED_CHUNK - 1 || k == SHARED_PIECE_STEPS - 1) next_slot();
         }
-      } else {
+        leave_strip(sums);
+        reloaded = false;
+        continue;
+      }
+#pragma unroll 1
+      for (int s = 0; s < strips; ++s) {
+        const bool last = s == strips - 1;
+        if (last) {
+          __syncwarp();
+          reloaded = taken + 1 < asked;
+          if (reloaded) row = row_of_tile(items_of[warp][(taken + 1) % ITEMS] & 0xffff, 0);
+        }
+        const bool reload = last && reloaded;
+        Sums sums = {};
 #pragma unroll
-        for (int s = 0; s < SPAN; ++s)
+        for (int c = 0; c < PIECE_STEPS / DOWN_CHUNK; ++c) {
+          barrier_wait(full + slot * 8, parity);
 #pragma unroll
-          for (int k = 0; k < PIECE_STEPS; ++k) {
-            constexpr int RUN = PIECES == 1 ? SPAN * PIECE_STEPS : PIECE_STEPS;
-            const int at = PIECES == 1 ? s * PIECE_STEPS + k : k;
-            if (s >= strips) break;
-            if (at % CHUNK == 0) barrier_wait(full + slot * 8, parity);
-            multiply<FORMAT>(sums[s], ring + slot * SLOT_BYTES + at % CHUNK * Routed::BYTES, lane,
-                             [&](int b) { return take(k * (Routed::STEP_K / 64) + b, s == strips - 1); });
-            if (at % CHUNK == CHUNK - 1 || at == RUN - 1 || (k == PIECE_STEPS - 1 && s == strips - 1)) next_slot();
-          }
+          for (int j = 0; j < DOWN_CHUNK; ++j)
+            multiply<FORMAT>(sums, ring + slot * SLOT_BYTES + j * Routed::BYTES, lane,
+                             [&](int b) { return take((c * DOWN_CHUNK + j) * (Routed::STEP_K / 64) + b, reload); });
+          next_slot();
+        }
+        leave_strip(sums);
       }
     }
-    const float factor = FORMAT == NVFP4 ? down_of[tile] : 1.0f;
+  } else {
+    auto item_at = [&](int number) { return item_of(number, live, shared_tiles, num_tiles); };
+    auto row_at = [&](int number, int piece) { return row_of_tile(min(item_at(number).tile, num_tiles - 1), piece); };
+    if (item_at(warp).tile < num_tiles) {
+      row = row_at(warp, 0);
 #pragma unroll
-    for (int s = 0; s < SPAN; ++s)
+      for (int b = 0; b < PIECE / 64; ++b) load_row(b);
+    }
+#pragma unroll 1
+    for (int number = warp;; number += WARPS) {
+      const Item item = item_at(number);
+      if (item.tile >= num_tiles) break;
+      const int tile = item.tile, strips = item.strips, expert = expert_of[tile];
+      const bool is_shared = SHARED != NONE && expert < 0;
+      const float factor = FORMAT == NVFP4 && !is_shared ? factors_of[expert * 3 + 2] : 1.0f;
+      Sums sums[SPAN] = {};
+#pragma unroll 1
+      for (int piece = 0; piece < PIECES; ++piece) {
+        await_row();
+        row = piece + 1 < PIECES ? row_at(number, piece + 1) : row_at(number + WARPS, 0);
+        if (is_shared) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (s < strips && 2 * t + i % 2 < count)
-          terms[size_t(pair_of[tile][2 * t + i % 2] & 0xffff) * TERM_PITCH + (item.strip + s) * 16 + g + i / 2 * 8] =
-              (sums[s][0][i] + sums[s][1][i]) * factor;
+          for (int k = 0; k < SHARED_PIECE_STEPS; ++k) {
+            if (k % SHARED_CHUNK == 0) barrier_wait(full + slot * 8, parity);
+            multiply<SHARED_FORMAT>(sums[0], ring + slot * SLOT_BYTES + k % SHARED_CHUNK * Shared::BYTES, lane,
+                                    [&](int b) { return take(k * (Shared::STEP_K / 64) + b, true); });
+            if (k % SHARED_CHUNK == SHARED_CHUNK - 1 || k == SHARED_PIECE_STEPS - 1) next_slot();
+          }
+        } else {
+#pragma unroll
+          for (int s = 0; s < SPAN; ++s)
+#pragma unroll
+            for (int k = 0; k < PIECE_STEPS; ++k) {
+              if (s >= strips) break;
+              if (k % CHUNK == 0) barrier_wait(full + slot * 8, parity);
+              multiply<FORMAT>(sums[s], ring + slot * SLOT_BYTES + k % CHUNK * Routed::BYTES, lane,
+                               [&](int b) { return take(k * (Routed::STEP_K / 64) + b, s == strips - 1); });
+              if (k % CHUNK == CHUNK - 1 || k == PIECE_STEPS - 1) next_slot();
+            }
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < SPAN; ++s)
+        if (s < strips) leave(sums[s], tile, count_of[tile], item.strip + s, factor);
+    }
   }
   __syncthreads();
 
   // Each row's choices in their order, then the shared expert.
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows * live * 8; i += THREADS) {
-    const int row = i / (live * 8), column = i % (live * 8) * 2;
+    const int row = divide<STRIPS>(i / 8, live), column = (i - row * live * 8) * 2;
     float2 total = make_float2(0.0f, 0.0f);
-    for (int choice = 0; choice < choices; ++choice) {
-      const int pair = row * choices + choice;
-      if (id_of[pair] < 0 || id_of[pair] >= experts) continue;
+#pragma unroll
+    for (int choice = 0; choice < CHOICES; ++choice) {
+      const int pair = row * CHOICES + choice;
+      if (id_of[pair] < 0) continue;
       const float2 term = *reinterpret_cast<const float2 *>(terms + size_t(pair) * TERM_PITCH + column);
       total.x += weight_of[pair] * term.x, total.y += weight_of[pair] * term.y;
     }

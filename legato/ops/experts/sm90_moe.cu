@@ -55,9 +55,12 @@ constexpr int WORDS = (MOST_PAIRS + 31) / 32;
 constexpr int PAIRS_EACH = (MOST_PAIRS + THREADS - 1) / THREADS, EXPERTS_EACH = (EXPERTS + THREADS - 1) / THREADS;
 constexpr int EXPERT_WARPS = (EXPERTS + 32 * EXPERTS_EACH - 1) / (32 * EXPERTS_EACH);  // that have some
 constexpr bool RESIDENT = MOST_PAIRS / CHOICES <= X_ROWS;  // x stays for the whole first half
-// Whether units go round the blocks back and forth: with few of them, who has one of the shared expert's, which may be of more
-// bytes, should not also have one more of the others.
-constexpr bool BACK = X_ROWS <= 2;
+// Blocks that have STRIPS strips; the last ones have one less, and mostly a unit less: multiprocessors that end a launch last
+// begin the next one last, as its last blocks.
+constexpr int FULL_BLOCKS = STRIPS_ALL - (STRIPS - 1) * GRID;
+// By how many blocks rounds of units but the first are shifted: where rounds are few, who has a unit of the shared expert, which
+// may be of more bytes, should not also have one more of the others.
+constexpr int SHIFT = SHARED != NONE && X_ROWS <= 2 ? UNITS % GRID : 0;
 constexpr bool ONE_PIECE = PIECES == 1;  // a warp's second half is worked out item by item
 // Runs of a warp that its lanes work out, at most: whether they do so once. Without pieces, runs are units only.
 constexpr int MOST_RUNS = (MOST_TILES * UNITS + GRID - 1) / GRID + 2 +
@@ -199,15 +202,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // This warp's slice of K in the first half, and this block's strips in the second.
   const int slice_begin = warp * DEPTH / WARPS;
   const int slice = DEPTH % WARPS == 0 ? SLICE : (warp + 1) * DEPTH / WARPS - slice_begin;
-  const int strip_begin = block * STRIPS_ALL / GRID, live = (block + 1) * STRIPS_ALL / GRID - strip_begin;
+  const int strip_begin = block * (STRIPS - 1) + min(block, FULL_BLOCKS), live = STRIPS - 1 + (block < FULL_BLOCKS);
 
   // The shared expert's tiles stand first. Units go round the blocks; where x does not stay, routed ones only in a row.
   const int shared_tiles = SHARED == NONE ? 0 : (rows + X_ROWS - 1) / X_ROWS;
   const int shared_all = shared_tiles * UNITS;
-  auto round_unit = [&](int round) { return round * GRID + (round == 0 || !BACK ? block : GRID - 1 - block); };
-  auto rounds_below = [&](int units) {
-    return BACK ? int(block < units) + max(0, (units + block) / GRID - 1) : max(0, (units - block + GRID - 1) / GRID);
-  };
+  const int shifted = block >= SHIFT ? block - SHIFT : block - SHIFT + GRID;
+  auto round_unit = [&](int round) { return round == 0 ? block : round * GRID + shifted; };
+  auto rounds_below = [&](int units) { return int(block < units) + max(0, (units - shifted + GRID - 1) / GRID - 1); };
   const int shared_units = rounds_below(shared_all);
   int routed_first = 0, routed_units = 0, num_tiles = shared_tiles;
   auto unit_at = [&](int index) {

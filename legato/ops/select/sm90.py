@@ -25,31 +25,42 @@ QUICK_BYTES = 22 * 1024
 _MOST_BYTES = 227 * 1024
 #: Two blocks share a multiprocessor up to this size, and do not from the next kilobyte on.
 _HALF_BYTES = 113 * 1024
-#: Width up to which two blocks' lists hold what an unlucky sample lets pass.
-_LISTED = 1 << 19
 #: The last digit of a position is 11 bits, the one before it at most 12: see the exhaustive way.
 _MOST_SCORES = 1 << 23
-#: As many blocks share a row as have so many scores each: more would wait for one another longer than they read.
-SHARE = 2048
+#: As many blocks share a row as have so many scores each: more would wait for one another longer than they read. Where rows
+#: are so few that no processor is short, a score for each thread.
+SHARE, FEW_ROWS_SHARE = 2048, 512
+#: A group of samples is so large that this many of it are among the chosen, or less (`top_k.cu` puts a bound on it).
+_CHOSEN_IN_GROUP = 0.4
 
 
 @dataclass(frozen=True)
 class Form:
     """One compilation of `top_k.cu`: threads of a block, blocks that a multiprocessor must hold, lines of 128 scores that
-    a warp keeps in registers from first to last, and bytes of the exhaustive way's counters."""
+    a warp looks at in one go, how many it has under way in shared memory (0: one go's, in registers), and bytes of the
+    exhaustive way's counters."""
 
     threads: int
     resident: int
-    short_lines: int
+    lines: int
+    ring_lines: int
     exhaustive_bytes: int
 
     @property
     def warps(self) -> int:
         return self.threads // 32
 
+    def quick_bytes(self, listed: int) -> int:
+        """Shared memory with which the quick way can list `listed` scores in every warp, all of which may be."""
+        if (
+            self.ring_lines
+        ):  # the list stands where the lines were; before it, four scores and their place take 20 bytes
+            return QUICK_BYTES + self.warps * (self.ring_lines * 512 + -(-listed // 128) * 32 * 20)
+        return QUICK_BYTES + self.warps * listed * 8
+
 
 #: A multiprocessor for every block; two blocks on one.
-SPARSE, DENSE = Form(512, 1, 2, 76 * 1024), Form(512, 2, 1, 76 * 1024)
+SPARSE, DENSE = Form(512, 1, 4, 12, 76 * 1024), Form(512, 2, 3, 0, 76 * 1024)
 
 
 @cache
@@ -60,7 +71,8 @@ def kernel(form: Form, name: str = "top_k") -> Kernel:
         {
             "THREADS": form.threads,
             "RESIDENT": form.resident,
-            "SHORT_LINES": form.short_lines,
+            "LINES": form.lines,
+            "RING_LINES": form.ring_lines,
             "QUICK_BYTES": QUICK_BYTES,
             "SHARED_BYTES": form.exhaustive_bytes,
         },
@@ -70,10 +82,12 @@ def kernel(form: Form, name: str = "top_k") -> Kernel:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch is cut: its form, thread blocks that may share a row (a power of two), and the shared memory of each."""
+    """How a launch is cut: its form, thread blocks that may share a row (a power of two), scores that each of them has at least
+    (but for the last halving), and the shared memory of each."""
 
     form: Form
     blocks: int
+    share: int
     shared_bytes: int
 
 
@@ -81,23 +95,22 @@ class Cut:
 def cut(rows: int, width: int, processors: int) -> Cut:
     """The cut for `rows` rows of up to `width` scores on a device of so many multiprocessors.
 
-    As many blocks for a row as there are processors for them, but none with fewer than `SHARE` scores. Where the rows
-    alone take more than half of the processors, two for each, or four of which the next begin as others end. Where
-    every block can have a processor of its own, it asks for more than half of its shared memory, so that it gets it;
-    otherwise for less, so that two fit. Clusters need neighbouring processors: with more than three quarters of them
-    wanted, some would wait for others to end.
+    As many blocks for a row as there are processors for them, but none with fewer than its share of scores. Where the rows
+    alone take more than half of the processors, two for each. Where every block can have a processor of its own, it
+    asks for more than half of its shared memory, so that it gets it; otherwise for less, so that two fit. Clusters need
+    neighbouring processors: with more than three quarters of them wanted, some would wait for others to end.
     """
-    blocks = 1
-    while blocks < 16 and 2 * blocks * rows <= processors and SHARE * blocks < width:
+    blocks, share = 1, FEW_ROWS_SHARE if 8 * rows <= processors else SHARE
+    while blocks < 16 and 2 * blocks * rows <= processors and share * blocks < width:
         blocks *= 2
     if blocks == 1 and processors // 2 < rows <= processors and width > 2 * SHARE:
-        blocks = 2 if width <= _LISTED else 4
+        blocks = 2
     sparse = rows * blocks <= (processors if blocks == 1 else processors * 3 // 4)
     form = SPARSE if sparse else DENSE
     listed = -(-width // (blocks * form.warps)) + 128
-    wanted = max(QUICK_BYTES + listed * form.warps * 8, form.exhaustive_bytes)
+    wanted = max(form.quick_bytes(listed), form.exhaustive_bytes)
     least, most = (_HALF_BYTES + 1024, _MOST_BYTES) if sparse else (0, _HALF_BYTES)
-    return Cut(form, blocks, min(max(wanted, least), most))
+    return Cut(form, blocks, share, min(max(wanted, least), most))
 
 
 #: Fewer rows gain nothing from a plan; more lose by it where they are alike (NOTES.md).
@@ -181,6 +194,7 @@ def _select(
             k,
             POOL_CLUSTER.bit_length() - 1,
             _MOST_BYTES,
+            _CHOSEN_IN_GROUP / k,
         )
         return slots, counts
     how = cut(rows, width, _processors(scores.device))
@@ -203,7 +217,8 @@ def _select(
         k,
         how.blocks.bit_length() - 1,
         how.shared_bytes,
-        SHARE,
+        how.share,
+        _CHOSEN_IN_GROUP / k,
     )
     return slots, counts
 

@@ -9,10 +9,9 @@
 //
 // The quick way reads the row once and keeps only what a sample says may be chosen:
 //   1. every block reads the same sample of the row, and takes from it two scores between which the k-th most likely lies
-//   2. every warp lists the scores of its part that are not below the lower one, and counts them in 256 bins; a slice of one
-//      line a warp stays in registers instead
-//   3. the blocks send their bins to every block (one hop: remote stores that signal an mbarrier), so all know the bin of the
-//      k-th rank, and how many ranks of it and above it the blocks before them have
+//   2. every warp lists the scores of its part that are not below the lower one, and counts them in 256 bins
+//   3. the blocks send their bins, added up, to every block (one hop: remote stores that signal an mbarrier), so all know the bin
+//      of the k-th rank, and how many ranks of it and above it the blocks before them have
 //   4. the ranks in that bin go to every block (second hop), which finds the k-th rank by counting
 //   5. listed scores up to it are written in ascending position: offsets are sums of counts that every block now knows
 // If the sample misled (fewer than k listed, a list too short, a bin too full), which all blocks see alike after the first
@@ -30,11 +29,11 @@ typedef unsigned short u16;
 #ifndef THREADS
 #define THREADS 512
 #endif
-#ifndef LINES  // of 128 scores that a warp has in flight
+#ifndef LINES  // of 128 scores that a warp looks at in one go
 #define LINES 4
 #endif
-#ifndef SHORT_LINES  // that stay in registers
-#define SHORT_LINES 1
+#ifndef RING_LINES  // that a warp has under way in shared memory, whole LINES; 0: LINES of them in registers
+#define RING_LINES 12
 #endif
 #ifndef RESIDENT  // thread blocks that a multiprocessor must hold
 #define RESIDENT 2
@@ -89,6 +88,16 @@ struct Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is what the launch reserves before the kept orders");
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+// A value that the compiler keeps instead of making it anew, which for the start of the shared memory and for special registers takes
+// 30 cycles each time.
+__device__ __forceinline__ u32 kept(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ unsigned char* own_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return static_cast<unsigned char*>(__cvta_shared_to_generic(kept(shared_address(memory))));
+}
 __device__ __forceinline__ u32 remote(u32 address, u32 block) {
   u32 mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
@@ -119,6 +128,12 @@ __device__ __forceinline__ u32 order_of(float score) {
   int bits = __float_as_int(score + 0.0f);
   u32 order = static_cast<u32>(bits ^ (~(bits >> 31) & 0x7FFFFFFF));
   return order < 0x007FFFFFu ? 0xFFFFFFFFu : order;
+}
+
+__device__ __forceinline__ int read_int(const int* at) {
+  int v;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(at));
+  return v;
 }
 
 // Scores at `at` where `valid`, otherwise NaN. No branch: a branch would wait for its load before the next one starts.
@@ -282,6 +297,7 @@ struct Row {
   int block_bits;               // log2(blocks)
   u32 arrivals;                 // how often a block arrives at `met`, which was made for the whole cluster
   u32 block_first, block_steps;       // steps of my slice
+  float sampling;                     // this times the length: how many samples a group may have
 };
 
 // The first of the blocks that share the row, as a block of the cluster.
@@ -306,7 +322,8 @@ __device__ __forceinline__ u32 warp_of(const Row& r, u32 position) {
   return ((position / STEP - r.block_first + 1) * WARPS - 1) / r.block_steps;
 }
 
-__device__ __noinline__ void select_exhaustively(const Row r, unsigned char* memory, u32 memory_bytes) {
+__device__ __noinline__ void select_exhaustively(const Row r, u32 memory_bytes) {
+  unsigned char* const memory = own_memory();
   Shared& s = *reinterpret_cast<Shared*>(memory);
   uint4* keys = reinterpret_cast<uint4*>(memory + SHARED_BYTES);
   const u32 kept_per_warp = (memory_bytes - SHARED_BYTES) / (WARPS * STEP * 4);
@@ -555,14 +572,14 @@ __device__ __noinline__ void select_exhaustively(const Row r, unsigned char* mem
 
 // ---------------------------------------------------------------- the quick way
 
-constexpr int QUICK_BITS = 8, QUICK_BINS = 1 << QUICK_BITS;
-constexpr int CROWD = 512;       // ranks of the boundary bin, over the whole row
-constexpr int GROUPS = 32;       // of samples
-constexpr int GROUP_BITS = 5;    // log2 of a group's samples, at most: with fewer, one row of 1M in a hundred is misled
-constexpr int SAMPLES = (GROUPS << GROUP_BITS) / THREADS > 1 ? (GROUPS << GROUP_BITS) / THREADS : 1;  // of a thread
-constexpr int SHORT = SHORT_LINES;         // lines of 128 scores that a warp of a short slice has at most: they stay in registers
-
-constexpr int TOTAL_QUADS = QUICK_BINS / 8 + 2;  // two more, so that threads that add up blocks read other banks
+constexpr int QUICK_BINS = 256;  // half as many are sent sooner, but leave more ranks in the boundary bin
+constexpr u32 PIECES = QUICK_BINS / 8;  // of 16 bytes, in which a block's bins are sent
+constexpr int CROWD = 512;     // ranks of the boundary bin, over the whole row
+constexpr int GROUPS = 64;     // of samples
+constexpr int GROUP_BITS = 5;
+constexpr int LONG_ROW = 1 << 18;  // from here on a group has 2^GROUP_BITS samples at most, before half as many
+static_assert(GROUPS << GROUP_BITS <= 4 * THREADS, "a thread samples four scores at most");
+constexpr int TOTAL_QUADS = PIECES + 2;  // more, so that threads that add up blocks read other banks
 
 struct __align__(8) Listed {
   float score;
@@ -572,21 +589,18 @@ struct __align__(8) Listed {
 struct Quick {
   Barriers barriers;
   u32 bins[QUICK_BINS];
-  uint4 total[MAX_CLUSTER][TOTAL_QUADS];  // of each block: its bins, two in a word
-  u32 unsound[MAX_CLUSTER];                  // of each block: whether its bins cannot be trusted
+  uint4 total[MAX_CLUSTER][TOTAL_QUADS];  // of each block: scores up to the end of each bin, two in a word
+  u32 in_list[MAX_CLUSTER];               // of each block: how many scores it lists; 0x10000: more than it could
   uint4 group[GROUPS / 4];
   u64 crowd[CROWD];         // the ranks in the boundary bin, block by block
   u32 warp_of_mine[CROWD];  // of those that this block has, from 0: which of its warps has them
-  u32 above_of_warp[32], chosen_of_warp[32];
-  u32 mine_count, too_short, before;
-  u32 blocks_above, offset;  // in the blocks before mine: ranks above the boundary bin, and in it
+  u32 above_of_warp[32];
+  u32 mine_count, too_short;
   u32 high, low;             // orders of two groups' bests
-  u32 bin, count, wanted;
   u64 threshold;
   Row row;  // for the exhaustive way, so that the quick one need not keep it in registers
   u32 pages[PAGES];
 };
-static_assert(SHORT <= LINES, "a short slice is in registers");
 static_assert(sizeof(Quick) <= QUICK_BYTES, "QUICK_BYTES is what the launch reserves before the lists");
 
 __device__ __forceinline__ void remote_arrive(u32 barrier, u32 bytes) {
@@ -629,81 +643,33 @@ struct Places {
   float beyond;  // how far the bins reach above the best sample, in ranges: few samples may all miss the chosen
 };
 
-// Which of the groups' bests, from 0, are beyond the k-th and before it, as good as always.
-__device__ __forceinline__ Places places_of(float chosen_in_group) {
+// Which of the groups' bests, from 0, are beyond the k-th and before it, as good as always; of a row of which this portion is chosen.
+__device__ __forceinline__ Places places_of(float portion, int group_bits) {
   // A group's best is among the chosen with this probability; so many groups' bests are, give or take.
-  const float share = 1.0f - exp2f(-1.442695f * chosen_in_group), mean = GROUPS * share;
-  const float spread = __fsqrt_rn(mean * (1.0f - share));
-  return {static_cast<u32>(min(GROUPS - 1.0f, ceilf(mean + 4.0f * spread))),
-          static_cast<u32>(max(0.0f, floorf(mean - 3.5f * spread) - 1.0f)), mean < 2.0f ? 2.0f : mean < 4.0f ? 1.0f : 0.0f};
+  const float share = 1.0f - exp2f(__log2f(1.0f - portion) * static_cast<float>(1 << group_bits)), mean = GROUPS * share;
+  float spread;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(spread) : "f"(mean * (1.0f - share)));
+  const float high = min(GROUPS - 1.0f, ceilf(mean + 4.0f * spread)), low = min(floorf(mean - 3.5f * spread) - 1.0f, high - 4.0f);
+  return {kept(static_cast<u32>(high)), kept(static_cast<u32>(max(0.0f, low))), mean < 3.0f ? 2.0f : mean < 10.0f ? 1.0f : 0.0f};
 }
 
 __device__ __forceinline__ float score_of(u32 order) {
   return __uint_as_float(order < 0x80000000u ? order ^ 0x7FFFFFFFu : order);
 }
 
-// From the best of each group of samples: which of them bound what is listed, into s.high and s.low. All threads call; others than one
-// warp would wait for it.
+// From the best of each group of samples: which of them bound what is listed, into s.high and s.low. A warp places some of the groups
+// among all, which its lanes hold.
 __device__ __forceinline__ void cut(Quick& s, Places places) {
-  constexpr u32 SHARE = THREADS / GROUPS, EACH = GROUPS / SHARE;  // threads that rank one group, others that one compares it with
+  static_assert(GROUPS == 64 && GROUPS % WARPS == 0, "a lane holds two groups, a warp places as many as every other");
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u32* groups = reinterpret_cast<const u32*>(s.group);
-  const u32 which = threadIdx.x / SHARE, from = threadIdx.x % SHARE * EACH;
-  const u32 own = groups[which] & ~31u | which;  // no two alike
-  u32 place = 0;
+  const u32 first = groups[lane] & ~(GROUPS - 1u) | lane, second = groups[lane + 32] & ~(GROUPS - 1u) | (lane + 32);  // no two alike
 #pragma unroll
-  for (u32 i = 0; i < EACH; i++) place += (groups[from + i] & ~31u | from + i) < own;
-#pragma unroll
-  for (u32 distance = 1; distance < SHARE; distance *= 2) place += __shfl_xor_sync(0xFFFFFFFFu, place, distance);
-  if (threadIdx.x % SHARE == 0) {
-    if (place == places.high) s.high = own | 31;
-    if (place == places.low) s.low = own & ~31u;
-  }
-}
-
-// The bin of the k-th among the summed bins, into s.bin, s.count (0xFFFFFFFF: none, or the lists cannot be trusted) and
-// s.wanted (its place in the bin); and what the blocks before mine have up to there. All threads call: so many share two bins.
-__device__ __forceinline__ void find_bin(Quick& s, u32 blocks, u32 rank, u32 k) {
-  constexpr u32 WORDS = QUICK_BINS / 2, SHARE = THREADS / WORDS;
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, word = threadIdx.x / SHARE;
-  u32 low, high, before = 0;  // in all blocks; in those before mine, two in a word
-  bool unsound;
-  if (blocks > 1) {
-    const u32* bins = reinterpret_cast<const u32*>(s.total) + word;
-    u32 both = 0;
-#pragma unroll
-    for (u32 i = 0; i < MAX_CLUSTER / SHARE; i++) {
-      const u32 block = threadIdx.x % SHARE + i * SHARE;
-      const u32 more = block < blocks ? bins[block * TOTAL_QUADS * 4] : 0;
-      both += more;
-      before += block < rank ? more : 0;
-    }
-#pragma unroll
-    for (u32 distance = 1; distance < SHARE; distance *= 2) {
-      both += __shfl_xor_sync(0xFFFFFFFFu, both, distance);
-      before += __shfl_xor_sync(0xFFFFFFFFu, before, distance);
-    }
-    low = both & 0xFFFF, high = both >> 16;
-    unsound = __any_sync(0xFFFFFFFFu, lane < blocks && s.unsound[lane % MAX_CLUSTER]);
-  } else {
-    low = s.bins[2 * word], high = s.bins[2 * word + 1];
-    unsound = s.too_short;
-  }
-  u32 upto = low + high, before_upto = (before & 0xFFFF) + (before >> 16);
-#pragma unroll
-  for (u32 distance = SHARE; distance < 32; distance *= 2) {
-    const u32 other = __shfl_up_sync(0xFFFFFFFFu, upto, distance), other_before = __shfl_up_sync(0xFFFFFFFFu, before_upto, distance);
-    if (lane >= distance) upto += other, before_upto += other_before;
-  }
-  if (lane == 31) s.above_of_warp[warp] = upto, s.chosen_of_warp[warp] = before_upto;
-  __syncthreads();
-  const u32 warps_upto = lane < warp ? s.above_of_warp[lane] : 0, warps_before = lane < warp ? s.chosen_of_warp[lane] : 0;
-  upto += add_all(warps_upto), before_upto += add_all(warps_before);
-  const u32 start = upto - low - high;
-  if (!unsound && upto >= k && start < k && threadIdx.x % SHARE == 0) {
-    const bool second = start + low < k;
-    s.bin = 2 * word + second, s.count = second ? high : low, s.wanted = k - start - (second ? low : 0);
-    s.offset = second ? before >> 16 : before & 0xFFFF;
-    s.blocks_above = before_upto - (before >> 16) - (second ? 0 : before & 0xFFFF);
+  for (u32 i = 0; i < GROUPS / WARPS; i++) {
+    const u32 which = warp * (GROUPS / WARPS) + i, own = __shfl_sync(0xFFFFFFFFu, which < 32 ? first : second, which % 32);
+    const u32 place = __popc(__ballot_sync(0xFFFFFFFFu, first < own)) + __popc(__ballot_sync(0xFFFFFFFFu, second < own));
+    if (lane == 0 && place == places.high) s.high = own | (GROUPS - 1);
+    if (lane == 0 && place == places.low) s.low = own & ~(GROUPS - 1u);
   }
 }
 
@@ -718,33 +684,75 @@ __device__ __forceinline__ void find_bin(Quick& s, u32 blocks, u32 rank, u32 k) 
 // Whether the quick way could choose; the same answer in every block that shares the row. PLANNED: the row's blocks need not be the
 // cluster's first.
 template <bool PLANNED>
-__device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memory, u32 memory_bytes, bool cluster PROFILE_PARAMETER) {
+__device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memory, u32 memory_bytes, u32 size PROFILE_PARAMETER) {
+  const bool cluster = size > 1;
   Quick& s = *reinterpret_cast<Quick*>(memory);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 below_lane = (1u << lane) - 1;
+  const int lane = kept(threadIdx.x % 32), warp = kept(threadIdx.x / 32);
+  const u32 below_lane = kept((1u << lane) - 1);
   const bool shared_row = r.blocks > 1;
+#if RING_LINES
+  // Lines in flight, and then, in their place, what is listed. Before it is listed: quads of which one score may be.
+  constexpr int STAGES = RING_LINES / LINES, RING_BYTES = WARPS * RING_LINES * STEP * 4;
+  float4* const ring = reinterpret_cast<float4*>(memory + QUICK_BYTES) + warp * RING_LINES * QUADS + lane;
+  constexpr u32 list_length = RING_LINES * STEP / 2;
+  Listed* const list = reinterpret_cast<Listed*>(memory + QUICK_BYTES) + warp * list_length;
+  const u32 most_quads = (memory_bytes - QUICK_BYTES - RING_BYTES) / (WARPS * 20) & ~31u;
+  float4* const quads = reinterpret_cast<float4*>(memory + QUICK_BYTES + RING_BYTES) + warp * most_quads;
+  u32* const places = reinterpret_cast<u32*>(memory + QUICK_BYTES + RING_BYTES + WARPS * most_quads * 16) + warp * most_quads;
+#else
+  constexpr int RING_BYTES = 0;
   const u32 list_length = (memory_bytes - QUICK_BYTES) / (WARPS * 8);
-  Listed* list = reinterpret_cast<Listed*>(memory + QUICK_BYTES) + warp * list_length;
+  Listed* const list = reinterpret_cast<Listed*>(memory + QUICK_BYTES) + warp * list_length;
+#endif
 
-  // ---- 1. the sample, and my first scores. A group is one lane of the samples, which lie all over the row.
-  const float portion = __fdividef(static_cast<float>(r.k), static_cast<float>(r.length));
-  int group_bits = (__float_as_int(__fdividef(0.4f, portion)) >> 23) - 127;
-  group_bits = max(0, min(group_bits, GROUP_BITS));
-  float sampled[SAMPLES];
-#pragma unroll
-  for (int i = 0; i < SAMPLES; i++) {
-    const u32 sample = threadIdx.x + i * THREADS;
-    sampled[i] = read1(r.scores + __umulhi(sample << (27 - group_bits), r.length), sample < static_cast<u32>(GROUPS << group_bits));
-  }
+  // ---- 1. the sample, in groups that lie all over the row, and my first scores
+  int group_bits = (__float_as_int(static_cast<float>(r.length) * r.sampling) >> 23) - 127;
+  group_bits = max(0, min(group_bits, r.length < LONG_ROW ? GROUP_BITS - 1 : GROUP_BITS));
+  // Four neighbours at once: a line of the cache for each, not for each score. At uneven distances: even ones that are powers of two
+  // would wait for the same part of the memory.
+  const u32 quad_bits = max(group_bits - 2, 0), num_samples = GROUPS << quad_bits;
+  const u32 place = (threadIdx.x << (26 - quad_bits)) + (threadIdx.x * 0x9E3779B1u >> (6 + quad_bits));  // in 2^32ths of the row
+  float4* const sample = reinterpret_cast<float4*>(memory + QUICK_BYTES + RING_BYTES) + threadIdx.x;  // where lists will be
+  asm volatile("{\n.reg .pred p;\nsetp.lt.u32 p, %2, %3;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(shared_address(sample)),
+               "l"(r.scores + 4 * __umulhi(place, r.length >> 2)), "r"(threadIdx.x), "r"(num_samples)
+               : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
   const u32 block_start = r.block_first * STEP, block_end = min(r.length, (r.block_first + r.block_steps) * STEP);
   const u32 block_length = max(block_end, block_start) - block_start;
-  // A warp has consecutive lines of 128 scores, a lane four consecutive ones of each. The lines of a short slice stay in
-  // registers; of a long one, what may be chosen is listed as the lines come in.
-  const bool is_short = r.block_steps <= SHORT * WARPS;
+  // A warp has consecutive lines of 128 scores, a lane four consecutive ones of each.
   const u32 first_line = r.block_steps * warp / WARPS;
   const int num_lines = r.block_steps * (warp + 1) / WARPS - first_line;
   const u32 own_start = block_start + first_line * STEP + lane * 4;
   const float* at = r.scores + own_start;
+#if RING_LINES
+  // Lines of which something is the row's in this lane: every line, but perhaps the row's last one.
+  const int own_lines = num_lines - (own_start + (num_lines - 1) * STEP >= block_end);
+  // A lane fetches what it reads itself: nobody waits for anyone.
+  auto fetch = [&](u32 into, int line) {
+    asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(shared_address(ring + into * QUADS)),
+                 "l"(at + line * STEP), "r"(line), "r"(own_lines)
+                 : "memory");
+  };
+  // A short slice is dealt in pieces of 32 scores, so that all warps have some.
+  const bool is_short = r.block_steps <= WARPS;
+  constexpr int MOST_PIECES = 4;
+  const u32 pieces = (block_length + 31) / 32, first_piece = pieces * warp / WARPS, num_pieces = pieces * (warp + 1) / WARPS - first_piece;
+  const u32 own_score = block_start + first_piece * 32 + lane;
+  float* const own_words = reinterpret_cast<float*>(ring - lane) + lane;
+  if (is_short) {
+#pragma unroll
+    for (int j = 0; j < MOST_PIECES; j++)
+      asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.ca.shared.global [%0], [%1], 4;\n}" ::"r"(shared_address(own_words + j * 32)),
+                   "l"(r.scores + own_score + j * 32), "r"(static_cast<u32>(j < num_pieces && own_score + j * 32 < block_end))
+                   : "memory");
+  } else {
+#pragma unroll
+    for (int j = 0; j < RING_LINES; j++) {
+      fetch(j, j);
+      if (j % LINES == LINES - 1 && j + 1 < RING_LINES) asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+  }
+#else
   float held[4 * LINES];
   auto read_line = [&](int into, int line) {
     const float4 quad = read4(at + line * STEP, line < num_lines && own_start + line * STEP < block_end);
@@ -752,28 +760,48 @@ __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memo
   };
 #pragma unroll
   for (int j = 0; j < LINES; j++) read_line(j, j);
+#endif
   const u32 first_page = r.block_first * (STEP / 64);
   const u32 num_pages = (block_length + 63) / 64;
   const bool pages_kept = num_pages <= PAGES;
   if (pages_kept)
-    for (u32 i = threadIdx.x; i < num_pages; i += THREADS) s.pages[i] = r.table[first_page + i];
-  const float chosen_in_group = portion * (1 << group_bits);
-  const Places places = places_of(chosen_in_group);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < num_pages; i += THREADS)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&s.pages[i])), "l"(r.table + first_page + i) : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  if (threadIdx.x == THREADS - 1) {
+    s.row = r;
+    // The barrier of the bins was made for the whole cluster.
+    if (r.blocks < size) arrive(shared_address(&s.barriers.arrived[0]), size - r.blocks);
+  }
+  const float portion = __fdividef(static_cast<float>(r.k), static_cast<float>(r.length));
+  const Places bounds = places_of(portion, group_bits);
   if (cluster) cluster_wait();  // every block's barriers are ready
-#pragma unroll
-  for (int i = 0; i < SAMPLES; i++)
-    if (threadIdx.x + i * THREADS < static_cast<u32>(GROUPS << group_bits))
-      atomicMin(reinterpret_cast<u32*>(s.group) + lane, order_of(sampled[i]));
+#if RING_LINES
+  if (is_short)
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else
+#endif
+    asm volatile("cp.async.wait_group %0;" ::"n"(RING_LINES ? RING_LINES / LINES : 1) : "memory");
+  if (threadIdx.x < num_samples) {
+    const float4 quad = *sample;
+    float best = quad.x;  // fewer where a group has fewer; not a number is less than any
+    if (group_bits > 0) best = fmaxf(best, quad.y);
+    if (group_bits > 1) best = fmaxf(best, fmaxf(quad.z, quad.w));
+    atomicMin(reinterpret_cast<u32*>(s.group) + threadIdx.x % GROUPS, order_of(best));
+  }
   __syncthreads();
   MARK(2)
-  cut(s, places);
+  cut(s, bounds);
   __syncthreads();
   MARK(3)
   // The least score that is listed, and how scores map to bins. Where a third or more is chosen all are listed: the sample's end
   // would be too close to the k-th.
-  const float least = score_of(min(s.high, 0xFFFFFFFEu)), low = score_of(s.low), top = low + places.beyond * (low - least);
-  const float worst = chosen_in_group > 0.41f ? __int_as_float(0xFF800000) : least;
-  const float scale = top > least ? __fdividef(QUICK_BINS - 2.0f, top - least) : 1.0f;
+  const float least = score_of(min(s.high, 0xFFFFFFFEu)), low = score_of(s.low), top = low + bounds.beyond * (low - least);
+  const float worst = portion > 0.41f ? __int_as_float(0xFF800000) : least;
+  float scale;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(top - least));
+  scale = top > least ? scale * (QUICK_BINS - 2.0f) : 1.0f;
   // Never a lower bin for a lower score: each operation, and its rounding, keeps the order. The last addition leaves the
   // nearest integer in the low bits. Not a number (from infinities) becomes bin 0.
   auto bin_of = [&](float score) -> u32 {
@@ -782,289 +810,307 @@ __device__ __forceinline__ bool select_quickly(const Row& r, unsigned char* memo
   };
 
   // ---- 2. the row, once
+  const float nan = __int_as_float(0x7FFFFFFF);
+  u32 listed = 0;
+  bool full = false;
+  const u32 list_at = shared_address(list);
+  auto store = [&](u32 place, float score, u32 position) {
+    asm volatile("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %3;\n@p st.shared.v2.b32 [%0], {%1, %2};\n}" ::"r"(list_at + place * 8), "f"(score), "r"(position), "f"(worst)
+                 : "memory");
+  };
+  // Four scores of each lane, in order of position.
+  auto list_all = [&](const float (&now)[4], u32 from) {
+    u32 votes[4], place = listed;
+    full = full || listed + STEP > list_length;
+#pragma unroll
+    for (int e = 0; e < 4; e++) votes[e] = __ballot_sync(0xFFFFFFFFu, now[e] >= worst);
+#pragma unroll
+    for (int e = 0; e < 4; e++) place += __popc(votes[e] & below_lane), listed += __popc(votes[e]);
+    if (full) return;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      store(place, now[e], from + e);
+      place += now[e] >= worst;
+    }
+  };
+#if RING_LINES
+  u32 num_quads = 0;
+  auto list_line = [&](const float (&now)[4], u32 from) {
+    const bool passes = fmaxf(fmaxf(now[0], now[1]), fmaxf(now[2], now[3])) >= worst;
+    const u32 votes = __ballot_sync(0xFFFFFFFFu, passes);
+    if (!votes) return;
+    const u32 place = num_quads + __popc(votes & below_lane);
+    num_quads += __popc(votes);
+    if (passes && place < most_quads) quads[place] = make_float4(now[0], now[1], now[2], now[3]), places[place] = from;
+  };
+  if (is_short) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    float held[MOST_PIECES];
+#pragma unroll
+    for (int j = 0; j < MOST_PIECES; j++) held[j] = j < num_pieces && own_score + j * 32 < block_end ? own_words[j * 32] : nan;
+    __syncwarp();  // the list stands where the scores were
+#pragma unroll
+    for (int j = 0; j < MOST_PIECES; j++) {
+      if (j >= num_pieces) break;
+      const u32 votes = __ballot_sync(0xFFFFFFFFu, held[j] >= worst);
+      store(listed + __popc(votes & below_lane), held[j], own_score + j * 32);
+      listed += __popc(votes);
+    }
+  } else {
+    int from_line = 0;
+    u32 stage = 0;
+    const bool cut_short = block_start + (first_line + num_lines) * STEP > block_end;  // the row's last line, if it is mine
+    const int full_lines = num_lines - cut_short;
+    auto arrived = [&] { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); };
+    for (; from_line + LINES < full_lines; from_line += LINES) {
+      arrived();
+#pragma unroll
+      for (int j = 0; j < LINES; j++) {
+        const float4 quad = ring[(stage * LINES + j) * QUADS];
+        const float now[4] = {quad.x, quad.y, quad.z, quad.w};
+        list_line(now, own_start + (from_line + j) * STEP);
+      }
+#pragma unroll
+      for (int j = 0; j < LINES; j++) fetch(stage * LINES + j, from_line + j + RING_LINES);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    arrived();
+    float4 last[LINES];
+#pragma unroll
+    for (int j = 0; j < LINES; j++)
+      if (from_line + j < full_lines) last[j] = ring[(stage * LINES + j) * QUADS];
+    float4 cut_line;
+    if (cut_short) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      cut_line = ring[full_lines % RING_LINES * QUADS];
+    }
+    __syncwarp();  // the list stands where the lines were
+    for (u32 i = 0; i < min(num_quads, most_quads); i += 32) {
+      const float4 quad = i + lane < num_quads ? quads[i + lane] : make_float4(nan, nan, nan, nan);
+      const float four[4] = {quad.x, quad.y, quad.z, quad.w};
+      list_all(four, places[i + lane]);
+    }
+    full = full || num_quads > most_quads;
+#pragma unroll
+    for (int j = 0; j < LINES; j++) {
+      if (from_line + j >= full_lines) break;
+      const float now[4] = {last[j].x, last[j].y, last[j].z, last[j].w};
+      list_all(now, own_start + (from_line + j) * STEP);
+    }
+    if (cut_short) {  // what lies beyond the row is nothing
+      float now[4] = {cut_line.x, cut_line.y, cut_line.z, cut_line.w};
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (own_start + full_lines * STEP + e >= block_end) now[e] = nan;
+      list_all(now, own_start + full_lines * STEP);
+    }
+  }
+#else
   auto mask_tail = [&](int from, int line) {  // what lies beyond the row is nothing
 #pragma unroll
     for (int e = 0; e < 4; e++)
-      if (own_start + line * STEP + e >= block_end) held[4 * from + e] = __int_as_float(0x7FFFFFFF);
+      if (own_start + line * STEP + e >= block_end) held[4 * from + e] = nan;
   };
-  u32 listed = 0;
-  if (is_short) {
+  int i = 0;
+  // The last line of a row may be cut short; it is among the last ones, which are looked at more carefully.
+  for (; i + 2 * LINES < num_lines; i += LINES) {
 #pragma unroll
-    for (int j = 0; j < SHORT; j++)
-      if (j < num_lines) {
-        if (own_start + j * STEP + 4 > block_end) mask_tail(j, j);
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-          if (held[4 * j + e] >= worst) atomicAdd(&s.bins[bin_of(held[4 * j + e])], 1);
-      }
-  } else {
-    auto list_line = [&](const float (&now)[4], u32 from) {
-      u32 votes[4], place = listed;
-#pragma unroll
-      for (int e = 0; e < 4; e++) votes[e] = __ballot_sync(0xFFFFFFFFu, now[e] >= worst);
-      if (!(votes[0] | votes[1] | votes[2] | votes[3])) return;
-#pragma unroll
-      for (int e = 0; e < 4; e++) place += __popc(votes[e] & below_lane), listed += __popc(votes[e]);
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        if (now[e] >= worst) {
-          if (place < list_length) list[place] = {now[e], from + e};
-          place++;
-        }
-    };
-    int i = 0;
-    // The last line of a row may be cut short; it is among the last ones, which are looked at more carefully.
-    for (; i + 2 * LINES < num_lines; i += LINES) {
-#pragma unroll
-      for (int j = 0; j < LINES; j++) {
-        const float now[4] = {held[4 * j], held[4 * j + 1], held[4 * j + 2], held[4 * j + 3]};
-        const float4 quad = read4(at + (i + j + LINES) * STEP);
-        held[4 * j] = quad.x, held[4 * j + 1] = quad.y, held[4 * j + 2] = quad.z, held[4 * j + 3] = quad.w;
-        list_line(now, own_start + (i + j) * STEP);
-      }
+    for (int j = 0; j < LINES; j++) {
+      const float now[4] = {held[4 * j], held[4 * j + 1], held[4 * j + 2], held[4 * j + 3]};
+      const float4 quad = read4(at + (i + j + LINES) * STEP);
+      held[4 * j] = quad.x, held[4 * j + 1] = quad.y, held[4 * j + 2] = quad.z, held[4 * j + 3] = quad.w;
+      list_all(now, own_start + (i + j) * STEP);
     }
-    for (; i < num_lines; i += LINES) {
-#pragma unroll
-      for (int j = 0; j < LINES; j++) {
-        if (i + j >= num_lines) break;
-        if (own_start + (i + j) * STEP + 4 > block_end) mask_tail(j, i + j);
-        const float now[4] = {held[4 * j], held[4 * j + 1], held[4 * j + 2], held[4 * j + 3]};
-        read_line(j, i + j + LINES);
-        list_line(now, own_start + (i + j) * STEP);
-      }
-    }
-    __syncwarp();
-    if (listed > list_length) {
-      s.too_short = 1;
-      listed = 0;
-    }
-#pragma unroll 2
-    for (u32 i = lane; i < listed; i += 32) atomicAdd(&s.bins[bin_of(list[i].score)], 1);
   }
+  for (; i < num_lines; i += LINES) {
+#pragma unroll
+    for (int j = 0; j < LINES; j++) {
+      if (i + j >= num_lines) break;
+      if (own_start + (i + j) * STEP + 4 > block_end) mask_tail(j, i + j);
+      const float now[4] = {held[4 * j], held[4 * j + 1], held[4 * j + 2], held[4 * j + 3]};
+      read_line(j, i + j + LINES);
+      list_all(now, own_start + (i + j) * STEP);
+    }
+  }
+#endif
+  __syncwarp();
+  if (full) {
+    s.too_short = 1;
+    listed = 0;
+  }
+  auto count_bin = [&](u32 its_bin) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(shared_address(&s.bins[its_bin])) : "memory"); };
+  // The first 32 of the list stay in registers: mostly there are no more.
+  const Listed mine = lane < listed ? list[lane] : Listed{nan, 0};
+  const u32 my_bin = bin_of(mine.score);
+  if (lane < listed) count_bin(my_bin);
+  for (u32 i = lane + 32; i < listed; i += 32) count_bin(bin_of(list[i].score));
   __syncthreads();
   MARK(4)
 
-  // ---- 3. the bin of the k-th. A warp sends the bins, two in a word, to each block whose number it has (modulo WARPS).
-  if (shared_row && warp < r.blocks) {
-    const uint4 first = reinterpret_cast<const uint4*>(s.bins)[2 * lane], second = reinterpret_cast<const uint4*>(s.bins)[2 * lane + 1];
-    const u32 most = max(max(max(first.x, first.y), max(first.z, first.w)), max(max(second.x, second.y), max(second.z, second.w)));
-    // Half a word must hold the sum of all blocks.
-    const u32 unsound = __any_sync(0xFFFFFFFFu, most > 0xFFFFu >> r.block_bits) || s.too_short;
-    for (u32 block = warp; block < r.blocks; block += WARPS) {
+  // ---- 3. the bin of the k-th. A warp sends how many scores there are up to the end of each bin, two in a word, to each block whose
+  // number it has (modulo WARPS).
+  for (u32 block = warp; block < r.blocks; block += WARPS) {
+    const u32 piece = lane % PIECES;
+    const uint4 first = reinterpret_cast<const uint4*>(s.bins)[2 * piece], second = reinterpret_cast<const uint4*>(s.bins)[2 * piece + 1];
+    u32 upto[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int i = 1; i < 8; i++) upto[i] += upto[i - 1];
+    u32 sum = upto[7];
+#pragma unroll
+    for (u32 distance = 1; distance < PIECES; distance *= 2) {
+      const u32 other = __shfl_up_sync(0xFFFFFFFFu, sum, distance, PIECES);
+      if (piece >= distance) sum += other;
+    }
+    const u32 before = sum - upto[7];
+    // More than half a word holds: nobody can trust the sums.
+    const u32 total = __shfl_sync(0xFFFFFFFFu, sum, PIECES - 1), in_list = s.too_short ? 0x10000u : min(total, 0x10000u);
+    uint4 packed;
+    packed.x = (upto[0] + before) | (upto[1] + before) << 16, packed.y = (upto[2] + before) | (upto[3] + before) << 16;
+    packed.z = (upto[4] + before) | (upto[5] + before) << 16, packed.w = (upto[6] + before) | (upto[7] + before) << 16;
+    if (shared_row) {
       const u32 to = PLANNED ? first_of(r) + block : block, barrier = remote(shared_address(&s.barriers.arrived[0]), to);
-      async_store(remote(shared_address(&s.total[r.rank][lane]), to),
-                  make_uint4(first.x | first.y << 16, first.z | first.w << 16, second.x | second.y << 16, second.z | second.w << 16),
-                  barrier);
+      if (lane < PIECES) async_store(remote(shared_address(&s.total[r.rank][piece]), to), packed, barrier);
       if (lane == 0) {
-        async_store(remote(shared_address(&s.unsound[r.rank]), to), unsound, barrier);
+        async_store(remote(shared_address(&s.in_list[r.rank]), to), in_list, barrier);
         remote_arrive(barrier, QUICK_BINS * 2 + 4);
       }
+    } else {
+      s.total[0][piece] = packed;
+      if (lane == 0) s.in_list[0] = in_list;
     }
   }
-  if (shared_row) wait_for(shared_address(&s.barriers.arrived[0]));
+  if (shared_row)
+    wait_for(shared_address(&s.barriers.arrived[0]));
+  else
+    __syncthreads();
   MARK(5)
-  find_bin(s, r.blocks, r.rank, r.k);
-  __syncthreads();
+  // So many threads add up two bins. The bins of which all blocks together have fewer than k lie before that of the k-th.
+  constexpr u32 SHARE = THREADS / (QUICK_BINS / 2);
+  const u32 part = threadIdx.x % SHARE;
+  const u32* const two_bins = reinterpret_cast<const u32*>(s.total) + threadIdx.x / SHARE;
+  u32 upto = 0;
+#pragma unroll
+  for (u32 i = 0; i < MAX_CLUSTER; i += SHARE) upto += part + i < r.blocks ? two_bins[(part + i) * TOTAL_QUADS * 4] : 0;
+#pragma unroll
+  for (u32 distance = 1; distance < SHARE; distance *= 2) upto += __shfl_xor_sync(0xFFFFFFFFu, upto, distance);
+  const u32 bin = __syncthreads_count(part < 2 && (part ? upto >> 16 : upto & 0xFFFF) < r.k);
+  // Every warp: what each block has before the bin and (upper half) in it.
+  u32 of_block = 0, in_lists = 0;
+  if (lane < r.blocks && bin < QUICK_BINS) {
+    const u16* const bins = reinterpret_cast<const u16*>(s.total) + lane * TOTAL_QUADS * 8 + bin;
+    const u32 before = bin ? bins[-1] : 0;
+    of_block = before | (bins[0] - before) << 16;
+    in_lists = s.in_list[lane];
+  }
+  const u32 in_all = add_all(of_block), in_earlier = add_all(lane < r.rank ? of_block : 0);
+  const u32 count = in_all >> 16, wanted = r.k - (in_all & 0xFFFF), offset = in_earlier >> 16, blocks_above = in_earlier & 0xFFFF;
+  const u32 num_mine = __shfl_sync(0xFFFFFFFFu, of_block, r.rank) >> 16;  // of the bin's, in my block
   MARK(6)
-  const u32 bin = s.bin, count = s.count, wanted = s.wanted;
-  if (count > CROWD) return false;
+  asm volatile("cp.async.wait_all;" ::: "memory");  // the pages
+  if (bin >= QUICK_BINS || add_all(in_lists) > 0xFFFF || count > CROWD) return false;
 
   // ---- 4. the k-th. The ranks of its bin go to every block at once: the bins say how many are before mine.
-  const u32 offset = shared_row ? s.offset : 0;
   if (shared_row && threadIdx.x == 0) expect(shared_address(&s.barriers.arrived[1]), count * 8);
   u32 num_above = 0;
   const u32 first = PLANNED ? first_of(r) : 0;
-  // The whole warp calls. A lane sends to the block of its number.
-  auto place = [&](bool listed_here, float score, u32 its_position) {
-    const u32 its_bin = bin_of(score);
-    num_above += listed_here && its_bin < bin;
-    const bool is = listed_here && its_bin == bin;
-    u32 votes = __ballot_sync(0xFFFFFFFFu, is), mine = 0;
+  auto send = [&](bool some, const Listed& own, u32 its_bin) {
+    num_above += __popc(__ballot_sync(0xFFFFFFFFu, some && its_bin < bin));
+    const bool is = some && its_bin == bin;
+    u32 votes = __ballot_sync(0xFFFFFFFFu, is), place = 0;
     if (!votes) return;
-    const u64 its_rank = static_cast<u64>(order_of(score)) << 32 | its_position;
+    const u64 its_rank = static_cast<u64>(order_of(own.score)) << 32 | own.position;
     if (is) {
-      mine = atomicAdd(&s.mine_count, 1);
-      s.warp_of_mine[mine] = warp;
-      if (!shared_row) s.crowd[mine] = its_rank;
+      place = atomicAdd(&s.mine_count, 1);
+      s.warp_of_mine[place] = warp;
+      if (!shared_row) s.crowd[place] = its_rank;
     }
     if (!shared_row) return;
-    for (; votes; votes &= votes - 1) {
+    for (; votes; votes &= votes - 1) {  // a lane sends to the block of its number
       const int from = __ffs(votes) - 1;
       const u64 sent = __shfl_sync(0xFFFFFFFFu, its_rank, from);
-      const u32 at = shared_address(&s.crowd[offset + __shfl_sync(0xFFFFFFFFu, mine, from)]);
+      const u32 at = shared_address(&s.crowd[offset + __shfl_sync(0xFFFFFFFFu, place, from)]);
       if (lane < r.blocks) async_store(remote(at, first + lane), sent, remote(shared_address(&s.barriers.arrived[1]), first + lane));
     }
   };
-  if (is_short) {
-#pragma unroll
-    for (int j = 0; j < SHORT; j++)
-      if (j < num_lines)
-#pragma unroll
-        for (int e = 0; e < 4; e++) place(held[4 * j + e] >= worst, held[4 * j + e], own_start + j * STEP + e);
-  } else {
-#pragma unroll 2
-    for (u32 i = 0; i < listed; i += 32) {
-      const Listed own = i + lane < listed ? list[i + lane] : Listed{0.0f, 0};
-      place(i + lane < listed, own.score, own.position);
-    }
+  send(lane < listed, mine, my_bin);
+#pragma unroll 1
+  for (u32 i = 32; i < listed; i += 32) {
+    const Listed own = i + lane < listed ? list[i + lane] : Listed{nan, 0};
+    send(i + lane < listed, own, bin_of(own.score));
   }
-  num_above = add_all(num_above);
-  if (lane == 0) s.above_of_warp[warp] = num_above, s.chosen_of_warp[warp] = 0;
+  if (lane == 0) s.above_of_warp[warp] = num_above;
   __syncthreads();
   MARK(7)
+  auto slot_of = [&](u32 position) {
+    const u32 page = position >> 6;
+    const int physical = pages_kept ? static_cast<int>(s.pages[page - first_page]) : r.table[page];
+    return physical << 6 | static_cast<int>(position & 63);
+  };
+  const int my_slot = lane < listed ? slot_of(mine.position) : -1;
   if (shared_row) wait_for(shared_address(&s.barriers.arrived[1]));
   MARK(8)
-  // Eight threads rank one candidate.
-  constexpr u32 SHARE = 8, AT_ONCE = THREADS / SHARE;
-  for (u32 from = 0; from < count; from += AT_ONCE) {
-    if (from + warp * (32 / SHARE) >= count) break;
-    const u32 which = from + threadIdx.x / SHARE;
-    const u64 own = which < count ? s.crowd[which] : ~0ull;
-    u32 place = 0;
-#pragma unroll 4
-    for (u32 i = threadIdx.x % SHARE; i < count; i += SHARE) place += s.crowd[i] < own;
-#pragma unroll
-    for (int distance = 1; distance < SHARE; distance *= 2) place += __shfl_xor_sync(0xFFFFFFFFu, place, distance);
-    const bool chosen = which < count && place < wanted && threadIdx.x % SHARE == 0;
-    if (chosen && place + 1 == wanted) s.threshold = own;
-    const u32 before = __popc(__ballot_sync(0xFFFFFFFFu, chosen && which < offset));
-    if (lane == 0 && before) atomicAdd(&s.before, before);
-    if (chosen && which - offset < s.mine_count) atomicAdd(&s.chosen_of_warp[s.warp_of_mine[which - offset]], 1);
+  // A warp places one of them among all: its lanes hold the others.
+  const u64 one = lane < count ? s.crowd[lane] : ~0ull, another = lane + 32 < count ? s.crowd[lane + 32] : ~0ull;
+  for (u32 which = warp; which < count; which += WARPS) {
+    const u64 own = s.crowd[which];
+    u32 place = __popc(__ballot_sync(0xFFFFFFFFu, one < own)) + __popc(__ballot_sync(0xFFFFFFFFu, another < own));
+    for (u32 i = lane + 64; i < count + lane; i += 32) place += __popc(__ballot_sync(0xFFFFFFFFu, i < count && s.crowd[i] < own));
+    if (lane == 0 && place + 1 == wanted) s.threshold = own;
   }
   __syncthreads();
   MARK(9)
 
-  // ---- 5. the chosen, in ascending position
+  // ---- 5. the chosen, in ascending position. Before mine: what is above the bin, and of it what earlier blocks and warps have.
   const u64 threshold = s.threshold;
-  u32 base = lane < warp ? s.above_of_warp[lane] + s.chosen_of_warp[lane] : 0;
-  base = add_all(base) + s.before + (shared_row ? s.blocks_above : 0);
-  auto write = [&](u32 place, u32 its_position) {
-    const u32 page = its_position >> 6;
-    const int physical = pages_kept ? static_cast<int>(s.pages[page - first_page]) : r.table[page];
-    r.out[place] = physical << 6 | static_cast<int>(its_position & 63);
-  };
+  u32 base = add_all(lane < warp ? s.above_of_warp[lane] : 0) + blocks_above;
+  for (u32 i = lane; i < count + lane; i += 32) {
+    const u32 here = i - offset;
+    const bool ours = here < num_mine, chosen = i < count && s.crowd[i] <= threshold;
+    const u32 its_warp = ours ? s.warp_of_mine[here] : 0;
+    base += __popc(__ballot_sync(0xFFFFFFFFu, chosen && (i < offset || (ours && its_warp < warp))));
+  }
   const float last_score = score_of(static_cast<u32>(threshold >> 32));
   const u32 last_position = static_cast<u32>(threshold);
-  if (is_short) {
-#pragma unroll
-    for (int j = 0; j < SHORT; j++) {
-      if (j >= num_lines) break;
-      const u32 position = own_start + j * STEP;
-      u32 votes[4], to = base;
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float score = held[4 * j + e];
-        votes[e] = __ballot_sync(0xFFFFFFFFu, score > last_score || (score == last_score && position + e <= last_position));
-        to += __popc(votes[e] & below_lane);
-        base += __popc(votes[e]);
-      }
-#pragma unroll
-      for (int e = 0; e < 4; e++)
-        if (votes[e] >> lane & 1) write(to++, position + e);
-    }
-  } else {
-    for (u32 i = 0; i < listed; i += 32) {
-      const Listed own = i + lane < listed ? list[i + lane] : Listed{__int_as_float(0x7FFFFFFF), 0};
-      const bool chosen = own.score > last_score || (own.score == last_score && own.position <= last_position);
-      const u32 votes = __ballot_sync(0xFFFFFFFFu, chosen);
-      if (chosen) write(base + __popc(votes & below_lane), own.position);
-      base += __popc(votes);
-    }
+  auto is_chosen = [&](const Listed& own) { return own.score > last_score || (own.score == last_score && own.position <= last_position); };
+  u32 votes = __ballot_sync(0xFFFFFFFFu, is_chosen(mine));
+  if (votes >> lane & 1) r.out[base + __popc(votes & below_lane)] = my_slot;
+#pragma unroll 1
+  for (u32 i = 32; i < listed; i += 32) {
+    base += __popc(votes);
+    const Listed own = i + lane < listed ? list[i + lane] : Listed{nan, 0};
+    votes = __ballot_sync(0xFFFFFFFFu, is_chosen(own));
+    if (votes >> lane & 1) r.out[base + __popc(votes & below_lane)] = slot_of(own.position);
   }
   MARK(10)
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    top_k(const float* __restrict__ scores, const int* __restrict__ lengths, const int* __restrict__ page_table,
-          const int* __restrict__ request, int* __restrict__ slots, int* __restrict__ counts, const int stride,
-          const int table_stride, const int k, const int cluster_bits, const int memory_bytes, const int share PROFILE_PARAMETER) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Quick& s = *reinterpret_cast<Quick*>(memory);
-  Row r;
-  const u32 size = 1u << cluster_bits;
-  r.rank = blockIdx.x & (size - 1), r.k = k;
-  const u32 row = blockIdx.x >> cluster_bits;
-  const bool cluster = size > 1;
-  MARK(0)
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  // What reads nothing of the kernels before.
-  for (int i = threadIdx.x; i < QUICK_BINS; i += THREADS) s.bins[i] = 0;
-  if (threadIdx.x < 32) {
-    s.chosen_of_warp[threadIdx.x] = 0;
-    reinterpret_cast<u32*>(s.group)[threadIdx.x] = 0xFFFFFFFFu;
-    if (threadIdx.x == 0) {
-      s.mine_count = s.too_short = s.before = 0, s.count = 0xFFFFFFFFu;
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s.barriers.arrived[0])), "r"(size) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s.barriers.arrived[1])), "r"(1) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&s.barriers.met)), "r"(size) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-  }
-  __syncthreads();
-  if (cluster) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  MARK(1)
-  r.length = max(lengths[row], 0);
-  r.table = page_table + static_cast<u64>(request[row]) * table_stride;
-  r.out = slots + static_cast<u64>(row) * k;
-  r.scores = scores + static_cast<u64>(row) * stride;
-  if (r.rank == 0 && threadIdx.x == 0) counts[row] = min(r.length, r.k);
-  if (r.length <= r.k) {  // every position, whatever its score
-    for (u32 i = r.rank * THREADS + threadIdx.x; i < r.k; i += size * THREADS)
-      r.out[i] = i < r.length ? r.table[i >> 6] << 6 | static_cast<int>(i & 63) : -1;
-    if (cluster) cluster_wait();
-    return;
-  }
-  // As many blocks as have `share` scores each: more would wait for one another longer than they read.
-  const u32 shares = (r.length - 1) / static_cast<u32>(share);
-  r.block_bits = min(cluster_bits, shares ? 32 - __clz(shares) : 0);
-  r.blocks = 1u << r.block_bits, r.arrivals = size >> r.block_bits;
-  if (r.rank >= r.blocks) {
-    if (cluster) cluster_wait();
-    return;
-  }
-  // The barrier of the bins was made for the whole cluster.
-  if (threadIdx.x == 0 && r.blocks < size) arrive(shared_address(&s.barriers.arrived[0]), size - r.blocks);
-  const u32 steps = (r.length + STEP - 1) / STEP;
-  r.block_first = steps * r.rank >> r.block_bits;
-  r.block_steps = (steps * (r.rank + 1) >> r.block_bits) - r.block_first;
-  if (threadIdx.x == 0) s.row = r;
-  if (!select_quickly<false>(r, memory, memory_bytes, cluster PROFILE_ARGUMENT)) {
-    MARK(11)
-    const Row again = s.row;
-    select_exhaustively(again, memory, memory_bytes);
-    MARK(12)
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Counters and barriers for a row. Reads nothing of the kernels before. `again`: the barriers have been used.
 __device__ __forceinline__ void prepare(Quick& s, u32 size, bool again) {
-  for (int i = threadIdx.x; i < QUICK_BINS; i += THREADS) s.bins[i] = 0;
-  if (threadIdx.x < 32) {
-    s.chosen_of_warp[threadIdx.x] = 0;
-    reinterpret_cast<u32*>(s.group)[threadIdx.x] = 0xFFFFFFFFu;
-    if (threadIdx.x == 0) {
-      s.mine_count = s.too_short = s.before = 0, s.count = 0xFFFFFFFFu;
-      const u32 barriers[3] = {shared_address(&s.barriers.arrived[0]), shared_address(&s.barriers.arrived[1]), shared_address(&s.barriers.met)};
+  if (threadIdx.x < QUICK_BINS / 4) reinterpret_cast<uint4*>(s.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < GROUPS) reinterpret_cast<u32*>(s.group)[threadIdx.x] = 0xFFFFFFFFu;
+  if (threadIdx.x == THREADS - 1) {
+    s.mine_count = s.too_short = 0;
+    const u32 barriers[3] = {shared_address(&s.barriers.arrived[0]), shared_address(&s.barriers.arrived[1]), shared_address(&s.barriers.met)};
 #pragma unroll
-      for (int i = 0; i < 3; i++) {
-        if (again) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barriers[i]) : "memory");
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers[i]), "r"(i == 1 ? 1 : size) : "memory");
-      }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < 3; i++) {
+      if (again) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barriers[i]) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers[i]), "r"(i == 1 ? 1 : size) : "memory");
     }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (size > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// How many blocks share a row (log2): as many as have `share` scores each, since more would wait for one another longer than they
-// read.
+// How many blocks share a row (log2): so many that each has more than half of `share` scores, since more would wait for one another
+// longer than they read. (Comparisons, which wait for nothing; a division takes 60 instructions between the length and the loads.)
 __device__ __forceinline__ int block_bits_of(u32 length, u32 share, int most) {
-  const u32 shares = (length - 1) / share;
-  return min(most, shares ? 32 - __clz(shares) : 0);
+  int bits = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) bits += length > share << i;
+  return min(most, bits);
 }
 
 __device__ __forceinline__ void cut_row(Row& r, u32 place, u32 size) {
@@ -1083,24 +1129,55 @@ __device__ __forceinline__ void take_all(const Row& r, u32 rank, u32 blocks) {
 template <bool PLANNED>
 __device__ __forceinline__ void select_row(const Row& r, unsigned char* memory, u32 memory_bytes, u32 size PROFILE_PARAMETER) {
   Quick& s = *reinterpret_cast<Quick*>(memory);
-  // The barrier of the bins was made for the whole cluster.
-  if (threadIdx.x == 0 && r.blocks < size) arrive(shared_address(&s.barriers.arrived[0]), size - r.blocks);
-  if (threadIdx.x == 0) s.row = r;
-  if (!select_quickly<PLANNED>(r, memory, memory_bytes, size > 1 PROFILE_ARGUMENT)) {
+  if (!select_quickly<PLANNED>(r, memory, memory_bytes, size PROFILE_ARGUMENT)) {
     MARK(11)
     const Row again = s.row;
-    select_exhaustively(again, memory, memory_bytes);
+    select_exhaustively(again, memory_bytes);
     MARK(12)
   }
 }
 
-// With a plan: {turns, -, -, -}, then for each turn and block {row (-1: none), log2 of the blocks that share it, length, request}.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    top_k(const float* __restrict__ scores, const int* __restrict__ lengths, const int* __restrict__ page_table,
+          const int* __restrict__ request, int* __restrict__ slots, int* __restrict__ counts, const int stride,
+          const int table_stride, const int k, const int cluster_bits, const int memory_bytes, const int share,
+          const float sampling PROFILE_PARAMETER) {
+  unsigned char* const memory = own_memory();
+  Quick& s = *reinterpret_cast<Quick*>(memory);
+  Row r;
+  const u32 size = 1u << cluster_bits, place = kept(blockIdx.x & (size - 1)), row = blockIdx.x >> cluster_bits;
+  MARK(0)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // Addresses are there before the scores are.
+  const int *length_at = lengths + row, *request_at = request + row;
+  r.scores = scores + static_cast<u64>(row) * stride, r.out = slots + static_cast<u64>(row) * k, r.k = k;
+  r.sampling = sampling;
+  asm volatile("" : "+l"(length_at), "+l"(request_at), "+l"(r.scores));
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  MARK(1)
+  const int length = read_int(length_at), owner = read_int(request_at);
+  prepare(s, size, false);  // while they are under way
+  r.length = max(length, 0);
+  r.table = page_table + static_cast<u64>(owner) * table_stride;
+  if (place == 0 && threadIdx.x == 0) counts[row] = min(r.length, r.k);
+  const bool whole = r.length <= r.k;
+  if (whole) take_all(r, place, size);
+  r.block_bits = block_bits_of(r.length, share, cluster_bits);
+  if (whole || place >> r.block_bits) {  // as many blocks as the row is worth
+    if (size > 1) cluster_wait();
+    return;
+  }
+  cut_row(r, place, size);
+  select_row<false>(r, memory, memory_bytes, size PROFILE_ARGUMENT);
+}
 
+// ---------------------------------------------------------------------------------------------------------------------
+// With a plan: {turns, -, -, -}, then for each turn and block {row (-1: none), log2 of the blocks that share it, length, request}.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     planned_top_k(const float* __restrict__ scores, const int4* __restrict__ plan, const int* __restrict__ page_table,
                   int* __restrict__ slots, int* __restrict__ counts, const int stride, const int table_stride, const int k,
-                  const int cluster_bits, const int memory_bytes PROFILE_PARAMETER) {
-  extern __shared__ __align__(16) unsigned char memory[];
+                  const int cluster_bits, const int memory_bytes, const float sampling PROFILE_PARAMETER) {
+  unsigned char* const memory = own_memory();
   Quick& s = *reinterpret_cast<Quick*>(memory);
   const u32 size = 1u << cluster_bits, place = blockIdx.x & (size - 1);
   MARK(0)
@@ -1112,7 +1189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   for (u32 turn = 0;;) {
     const int4 task = plan[1 + turn * gridDim.x + blockIdx.x];  // row, block bits, length, request
     Row r;
-    r.k = k, r.length = task.z, r.block_bits = task.y;
+    r.k = k, r.length = task.z, r.block_bits = task.y, r.sampling = sampling;
     r.table = page_table + static_cast<u64>(task.w) * table_stride;
     r.out = slots + static_cast<u64>(task.x) * k;
     r.scores = scores + static_cast<u64>(task.x) * stride;

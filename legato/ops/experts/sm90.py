@@ -58,7 +58,9 @@ def pack_bf16(w13: Tensor, w2: Tensor, *shared: Tensor | None) -> tuple[Tensor |
     if not sm90_launch.serves(w13.shape[2], w2.shape[2]) or w13.dtype is not torch.bfloat16:
         return (w13, w2, *shared)
     packed = (by_experts(packing.pack_bf16, packing.together(w13)), by_experts(packing.pack_bf16, w2))
-    return (*packed, *_pack_shared(w2.shape[2], *shared))
+    # A launch of bfloat16 experts reads a shared one in copies of two steps; of FP8 those are more than the 128 of K of a copy.
+    of_fp8 = len(shared) == 4 and shared[2] is not None
+    return (*packed, *_pack_shared(None if of_fp8 else w2.shape[2], *shared))
 
 
 def pack_fp8(
@@ -114,13 +116,14 @@ def pack_nvfp4(
 
 
 def _pack_shared(
-    width: int,
+    width: int | None,
     gate_up: Tensor | None = None,
     down: Tensor | None = None,
     gate_up_scale_inv: Tensor | None = None,
     down_scale_inv: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """A shared expert as wide as the others, in bfloat16 or FP8 blocks, in the kernel's order; any other as its products want."""
+    """A shared expert as wide as the others, in bfloat16 or FP8 blocks, in the kernel's order; any other, or any where `width`
+    is None, as it is stored: products of its own compute it."""
     if gate_up is None or down is None:
         return ()
     alike = down.shape[1] == width
@@ -128,11 +131,7 @@ def _pack_shared(
         if not alike or down.dtype is not torch.bfloat16 or gate_up.dtype is not torch.bfloat16:
             return gate_up, down
         return packing.pack_bf16(packing.together(gate_up.unsqueeze(0))), packing.pack_bf16(down.unsqueeze(0))
-    if not alike or width % BLOCK:
-        (gate_up, gate_up_scale_inv), (down, down_scale_inv) = (
-            linear_fp8_block.pack(weight, scale_inv)
-            for weight, scale_inv in ((gate_up, gate_up_scale_inv), (down, down_scale_inv))
-        )
+    if not alike or down.shape[1] % BLOCK:
         return gate_up, down, gate_up_scale_inv, down_scale_inv
     packed = _fp8_gate_up(gate_up[None], gate_up_scale_inv[None]), _fp8_down(down[None], down_scale_inv[None])
     return *packed, None, None  # scales are inside

@@ -113,8 +113,8 @@ def cut(rows: int, width: int, processors: int) -> Cut:
     return Cut(form, blocks, share, min(max(wanted, least), most))
 
 
-#: Fewer rows gain nothing from a plan; more lose by it where they are alike (NOTES.md).
-LEAST_PLANNED, MOST_PLANNED = 7, 24
+#: Fewer rows, where they are alike, may need a second turn, which doubles the time; more always do (NOTES.md).
+LEAST_PLANNED, MOST_PLANNED = 20, 24
 #: Blocks of a cluster that takes rows by a plan: all of them may share one.
 POOL_CLUSTER = 16
 #: The plan has a thread for each row, and in any case so many.

@@ -20,6 +20,7 @@ from legato.ops import build, moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, rout
 from legato.ops.case import Draw
 from legato.ops.experts import sm90_launch, sm90_route
 from legato.ops.experts import sm90_packing as packing
+from legato.ops.experts.sm90 import pack_bf16
 from legato.ops.gemm.dequantize import dequantize_fp8_block, dequantize_int4, dequantize_nvfp4
 from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.op import implemented
@@ -114,6 +115,16 @@ def test_packed_bf16_is_the_weight(draw: Draw) -> None:
     pieces = packing.pack_bf16(weight).view(torch.bfloat16).view(EXPERTS, 2, INPUTS // 64, 2, 2, 32, 8)
     found = pieces.permute(0, 1, 2, 5, 3, 4, 6).flatten(-2).unsqueeze(3)
     assert torch.equal(rows_of_lanes(found), weight)
+
+
+def test_bf16_experts_leave_a_shared_one_in_fp8_as_it_is_stored() -> None:
+    """No launch takes the two together: the shared expert's products compute it."""
+    w13, w2 = torch.randn(2, 256, 128).bfloat16(), torch.randn(2, 128, 128).bfloat16()
+    gate_up, down = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.randn(128, 128).to(torch.float8_e4m3fn)
+    scales = torch.ones(2, 1), torch.ones(1, 1)
+    packed = pack_bf16(w13, w2, gate_up, down, *scales)
+    assert packed[0].dtype is torch.uint8
+    assert all(found is given for found, given in zip(packed[2:], (gate_up, down, *scales), strict=True))
 
 
 def test_a_tile_has_eight_gate_rows_and_their_up_rows() -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-#: Calls in one graph: at least, so that the graph's own start does not count; at most, so that capture stays quick.
+#: Calls in one graph: at least, so that the graph's own start (3 us) counts little; at most, so that capture stays quick.
 FEWEST_CALLS, MOST_CALLS = 20, 256
 #: A set of calls is cold when its inputs exceed the L2 by this factor: none of it survives until the next replay.
 COLD_FACTOR = 2.0

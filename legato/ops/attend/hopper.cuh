@@ -2,15 +2,10 @@
 // conversions.
 #pragma once
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "../sm90.cuh"
 
 #define NO_SCORE __int_as_float(0xff800000)
 
-__device__ __forceinline__ u32 shared_address(const void *pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 __device__ __forceinline__ int load_fresh(const int *pointer) {
   int v;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(pointer));
@@ -32,11 +27,6 @@ __device__ __forceinline__ uint4 load_fresh(const uint4 *pointer) {
 __device__ __forceinline__ void copy_async(u32 target, const void *source, bool wanted) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(wanted ? 16 : 0)
                : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 // What ordinary stores wrote becomes visible to the tensor cores.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

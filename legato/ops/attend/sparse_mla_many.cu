@@ -47,15 +47,6 @@ static_assert(FIXED_BYTES == WEIGHTS_AT + MOST_BLOCKS * HEADS * 8, "");
 static_assert(FIXED_BYTES <= 227 * 1024, "");
 constexpr u32 NOTHING = 0xffffffffu;
 
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // Arrives once this thread's copies so far are complete.
 __device__ __forceinline__ void barrier_arrive_with_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

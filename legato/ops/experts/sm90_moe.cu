@@ -86,14 +86,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-__device__ __forceinline__ void copy_bulk(u32 target, const void *source, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          target),
-      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
 // Past the L1: others write these bytes in this launch or the one before.
 __device__ __forceinline__ void copy16(u32 target, const void *source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -111,13 +103,6 @@ __device__ __forceinline__ void prefetch_bulk(const void *source, u32 bytes) {
 
 __device__ __forceinline__ void copy4(u32 target, const void *source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_relaxed(const u8 *pointer) {

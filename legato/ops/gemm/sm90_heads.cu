@@ -5,8 +5,7 @@
 // same order. Rows never meet: a row's bits are the same whatever their number. The packed order is described in
 // sm90_heads.py. Macros: INPUTS (K, a multiple of 32 * SPLIT), SPLIT (1, 2 or 4).
 
-typedef unsigned int u32;
-typedef unsigned char u8;
+#include "../sm90.cuh"
 
 constexpr int WARPS = 4;
 constexpr int SLICE = 16;                       // outputs of a warp
@@ -30,19 +29,6 @@ __device__ __forceinline__ uint4 load_weight(const void *pointer) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(pointer)
                : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 to_bf16_pair(float first, float second) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(second), "f"(first));
   return v;
 }
 

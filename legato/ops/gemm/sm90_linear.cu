@@ -40,9 +40,7 @@
 #define NORM 0
 #endif
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned char u8;
+#include "../sm90.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int BLOCK_BYTES = 1024;
@@ -73,18 +71,6 @@ static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four output
 static_assert(!BEST || (!SWIGLU && TOKENS <= 16), "the best of what a product is, of few rows");
 static_assert(!NORM || (RANKS == 1 && X_SLOTS == 1 && !X_COPIES && !SWIGLU), "a norm needs all of x at once");
 
-__device__ __forceinline__ u32 shared_address(const void *pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -102,14 +88,6 @@ __device__ __forceinline__ bool elected() {
   return is;
 }
 
-__device__ __forceinline__ void copy_bulk(u32 target, const void *source, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          target),
-      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
 // Past the L1: a preceding kernel may still have been writing when this one began.
 __device__ __forceinline__ uint2 load_fresh_pair(const void *pointer) {
   uint2 v;
@@ -117,20 +95,7 @@ __device__ __forceinline__ uint2 load_fresh_pair(const void *pointer) {
   return v;
 }
 
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
-
-__device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
-}
 
 __device__ __forceinline__ float as_bf16(float v) { return from_bf16(to_bf16_pair(v, 0.0f) & 0xffff); }
 

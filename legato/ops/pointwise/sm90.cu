@@ -2,8 +2,7 @@
 // registers, 16 bytes per thread and piece. SwiGLU: a thread per 16 bytes. Macros: THREADS of a block; PIECES that a thread
 // holds of a row.
 
-typedef unsigned int u32;
-typedef unsigned char u8;
+#include "../sm90.cuh"
 typedef long long i64;
 
 struct Pieces {
@@ -29,9 +28,6 @@ __device__ __forceinline__ uint4 load_weight(const void *pointer) {
                : "memory");
   return v;
 }
-
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 __device__ __forceinline__ float squares(uint4 v) {
   const u32 pairs[4] = {v.x, v.y, v.z, v.w};

@@ -13,8 +13,7 @@
 // of 256), INDEXED, PACKED (the latent cache of 656 bytes per token; else bfloat16), INDEX_HEADS. ROPE is 64, an index key
 // has 128 numbers.
 
-typedef unsigned int u32;
-typedef unsigned char u8;
+#include "../sm90.cuh"
 
 constexpr int WARPS = 4;
 constexpr int ROPE = 64, PAIRS = ROPE / 2;
@@ -74,22 +73,6 @@ __device__ __forceinline__ void store_where(bool wanted, void *pointer, u32 valu
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.u32 [%1], %2;\n}" ::"r"(u32(wanted)), "l"(pointer),
                "r"(value)
                : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ __forceinline__ u32 to_bf16_pair(float first, float second) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(second), "f"(first));
-  return v;
 }
 
 // Four numbers, already divided by their scale, to e4m3; beyond 448 they saturate.

@@ -23,6 +23,7 @@
 // A row is THREADS * VECTORS * 8 numbers wide.
 
 #include "sm90_exchange.cuh"
+#include "../sm90.cuh"
 
 #define EXCHANGE (RANKS > 1 && !LOCAL)
 #if TWO_SHOT && !EXCHANGE
@@ -54,9 +55,6 @@ __device__ __forceinline__ uint4 load_constant(const void *pointer) {
 __device__ __forceinline__ void store(void *pointer, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 __device__ __forceinline__ u32 to_pair(float low, float high) {
   u32 v;

@@ -5,9 +5,9 @@
 // into a ring of shared memory; two warpgroups take tiles in turn, keys as the 64 rows of the product
 // and the heads of the window's rows as its columns, so that the sum over heads stays inside four threads.
 #include "wgmma.cuh"
+#include "../sm90.cuh"
 
 typedef unsigned char byte;
-typedef unsigned long long u64;
 struct alignas(64) CUtensorMap { u64 opaque[16]; };
 
 constexpr int PAGE = 64, HEADS = 32, WIDTH = 128, PAGE_BYTES = PAGE * (WIDTH + 4);
@@ -21,8 +21,6 @@ static_assert(STAGES % GROUPS == 0, "a group owns every second stage");
 // What a block does first: some pages of one window; and what follows: the windows after it, in order.
 struct Segment { int row, rows, request, first, count; };
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) { return (unsigned)__cvta_generic_to_shared(pointer); }
-
 // The same in every lane, and known to the compiler as such: what follows from it, the descriptors of products above all, is worked
 // out once for the warp.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
@@ -32,9 +30,6 @@ __device__ __forceinline__ int lane_of_thread() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
-}
-__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 // By one thread of the warp.
 __device__ __forceinline__ void barrier_arrive_once(unsigned barrier) {
@@ -59,9 +54,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
     for (unsigned polls = 0; polls < 1u << 24; polls++)
         if (barrier_poll(barrier, parity)) return;
     __trap();
-}
-__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 // Keys are read once and not again before the next layer's have passed through: they leave the L2 first, so that scores stay.
 __device__ __forceinline__ u64 read_once() {

@@ -8,8 +8,7 @@
 //      of which takes equal scores in the order of their arrival
 // The result is in no order.
 #include <cuda_fp16.h>
-
-typedef unsigned int u32;
+#include "../sm90.cuh"
 
 constexpr int THREADS = 1024, BINS = 1 << KEY_BITS, MOST = 2048;
 static_assert(BINS <= THREADS, "a thread has one bin at most");
@@ -30,7 +29,6 @@ struct Shared {
   u32 warp_sum[32];
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ u32 in_block(u32 address, u32 block) {
   u32 mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));

@@ -22,8 +22,7 @@
 //   3. as 4 and 5 above
 // Orders stay in shared memory while they fit; others are read again where the least order of a step can matter.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "../sm90.cuh"
 typedef unsigned short u16;
 
 #ifndef THREADS
@@ -87,7 +86,6 @@ struct Shared {
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES is what the launch reserves before the kept orders");
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 // A value that the compiler keeps instead of making it anew, which for the start of the shared memory and for special registers takes
 // 30 cycles each time.
 __device__ __forceinline__ u32 kept(u32 value) {

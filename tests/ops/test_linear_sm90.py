@@ -29,10 +29,10 @@ from legato.ops.gemm import (
     sm90_packing,
     sm90_tiling,
 )
-from legato.ops.gemm.best import token_of
 from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.ops.op import implemented
 from legato.ops.pointwise import rms_norm
+from legato.ops.sample.ranks import token_of
 
 SHAPES = sorted(sm90_tiling.RECORDED)
 

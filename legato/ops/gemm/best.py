@@ -1,7 +1,7 @@
 """The best output of each row of a product, for a head of which nothing else is wanted: greedy tokens without logits.
 
-Owns what "best" means and the key by which ranks that share a vocabulary compare their bests. Knows no request. Called by
-`legato.quant`.
+Owns these products; keys are those of `greedy_keys`, by which ranks that share a vocabulary compare their bests. Knows no
+request. Called by `legato.quant`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from legato.ops.gemm.dequantize import dequantize_fp8_block
 from legato.ops.gemm.stored import fp8_weight
 from legato.ops.invariant import matmul, pack_columns
 from legato.ops.op import Op, op
-
-_INDEX = 0xFFFFFFFF
+from legato.ops.sample.ranks import greedy_keys, token_of
 
 
 @op(reference_ok=True, pack=pack_columns)
@@ -27,7 +26,7 @@ def linear_bf16_best(x: Tensor, weight: Tensor, first: int, width: int) -> tuple
     x [T, K], weight [N, K] bfloat16 or float32, as stored or as `linear_bf16_best.pack` made it; only the first `width` outputs
     count (the others are padding), and they are numbered from `first` on. Outputs are compared as they would be written, in x's
     dtype.
-    -> tokens [T] int64, and keys [T] int64: the greatest of several ranks' keys is the best of all, and `token_of` reads it.
+    -> tokens [T] int64, and keys [T] int64: `greedy_keys` of the outputs.
     """
     return best_of(matmul(x, weight).to(x.dtype), first, width)
 
@@ -42,17 +41,8 @@ def linear_fp8_block_best(
 
 def best_of(logits: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     """Tokens and keys of logits [T, N] that are there."""
-    tokens = logits[:, :width].argmax(-1) + first
-    value = logits[:, :width].amax(-1).to(torch.float32) + 0.0  # the two zeros are equal
-    bits = value.view(torch.int32).to(torch.int64)
-    # Floats in order as signed 32-bit numbers: of negative ones all bits but the sign are flipped.
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tokens, (ordered << 32) | (_INDEX - tokens)
-
-
-def token_of(keys: Tensor) -> Tensor:
-    """The tokens of keys."""
-    return _INDEX - (keys & _INDEX)
+    keys = greedy_keys.reference(logits[:, :width], first)
+    return token_of(keys), keys
 
 
 def _case(linear: Op[..., Any], rows: int, shape: tuple[int, int], dtype: torch.dtype, on: Where) -> Case:

@@ -36,7 +36,12 @@ def greedy_keys(logits: Tensor, first: int) -> Tensor:
 @op
 def best_of_keys(keys: Tensor) -> Tensor:
     """The best token of each row. keys [N, T] int64 of N ranks -> tokens [T] int64."""
-    return _ID - (keys.amax(0) & _ID)
+    return token_of(keys.amax(0))
+
+
+def token_of(keys: Tensor) -> Tensor:
+    """The tokens of keys."""
+    return _ID - (keys & _ID)
 
 
 def _keys_case(rows: int, width: int, on: Where = "any") -> Case:

@@ -11,18 +11,16 @@ from typing import cast
 
 import torch
 
-from legato.ops.pointwise import rms_norm, swiglu
-from legato.ops.sample import greedy_keys
 from legato.quant.dense import DenseWeight
 from legato.quant.formats import BLOCK, Format
 from legato.quant.fp8_block import Fp8BlockWeight
 from legato.quant.int4 import Int4Weight
 from legato.quant.nvfp4 import Nvfp4Weight
-from legato.quant.weight import ScaleFault, Weight
+from legato.quant.weight import PlainProducts, ScaleFault, Weight
 
 
 @dataclass(frozen=True)
-class StackedWeight:
+class StackedWeight(PlainProducts):
     """Weights of different formats, or not aligned to blocks, over the same input; `linear` joins their outputs."""
 
     weights: tuple[Weight, ...]
@@ -51,15 +49,6 @@ class StackedWeight:
             outputs.append(weight.linear(x, None if residual is None else residual[..., start:end].contiguous()))
             start = end
         return torch.cat(outputs, dim=-1)
-
-    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.linear(rms_norm(x, norm, eps))
-
-    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu(self.linear(x))
-
-    def best_keys(self, x: torch.Tensor, first: int, width: int) -> torch.Tensor:
-        return greedy_keys(self.linear(x)[:, :width], first)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([weight.dequantize(dtype) for weight in self.weights])

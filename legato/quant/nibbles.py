@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from legato.quant.weight import PlainProducts
+
 
 @dataclass(frozen=True)
-class NibbleWeight:
+class NibbleWeight(PlainProducts):
     """packed u8 [N, K/2] and one scale for every so many columns of a row."""
 
     packed: torch.Tensor

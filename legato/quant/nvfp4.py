@@ -17,8 +17,6 @@ from legato.ops.experts import moe_nvfp4
 from legato.ops.gemm import linear_nvfp4
 from legato.ops.gemm.dequantize import dequantize_nvfp4
 from legato.ops.op import Op
-from legato.ops.pointwise import rms_norm, swiglu
-from legato.ops.sample import greedy_keys
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import NVFP4_GROUP, Format
 from legato.quant.nibbles import NibbleWeight
@@ -46,15 +44,6 @@ class Nvfp4Weight(NibbleWeight):
 
     def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return linear_nvfp4(x, self.packed, self.scale, self.scale_2, residual)
-
-    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.linear(rms_norm(x, norm, eps))
-
-    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu(self.linear(x))
-
-    def best_keys(self, x: torch.Tensor, first: int, width: int) -> torch.Tensor:
-        return greedy_keys(self.linear(x)[:, :width], first)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return dequantize_nvfp4(self.packed, self.scale, self.scale_2).to(dtype)

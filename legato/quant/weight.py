@@ -1,7 +1,7 @@
 """What the model sees of a weight: it can be applied, measured and spelled out, whatever its format.
 
-Owns the two protocols, and what stacks of experts have in common. Must not know formats or what an op computes. Implemented by
-the format modules beside it; used by the loader and the model.
+Owns the two protocols, and what weights without products of their own, and stacks of experts, have in common. Must not know
+formats or how an op computes. Implemented by the format modules beside it; used by the loader and the model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 
 from legato.ops.op import Op
+from legato.ops.pointwise import rms_norm, swiglu
+from legato.ops.sample import greedy_keys
 from legato.quant.formats import Format
 
 
@@ -68,6 +70,22 @@ class Weight(Protocol):
     def fault(self) -> ScaleFault | None:
         """What is wrong with the values of the scales (NaN, infinite, negative, zero), or None."""
         ...
+
+
+class PlainProducts(ABC):
+    """A weight for which no op norms, gates or chooses in its product: those follow or come before `linear`."""
+
+    @abstractmethod
+    def linear(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def linear_normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.linear(rms_norm(x, norm, eps))
+
+    def linear_swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu(self.linear(x))
+
+    def best_keys(self, x: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        return greedy_keys(self.linear(x)[:, :width], first)
 
 
 class Experts(Protocol):

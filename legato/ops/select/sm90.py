@@ -52,9 +52,8 @@ class Form:
 
     def quick_bytes(self, listed: int) -> int:
         """Shared memory with which the quick way can list `listed` scores in every warp, all of which may be."""
-        if (
-            self.ring_lines
-        ):  # the list stands where the lines were; before it, four scores and their place take 20 bytes
+        if self.ring_lines:
+            # The list stands where the lines were; before it, four scores and their place take 20 bytes.
             return QUICK_BYTES + self.warps * (self.ring_lines * 512 + -(-listed // 128) * 32 * 20)
         return QUICK_BYTES + self.warps * listed * 8
 

@@ -55,9 +55,12 @@ class Served:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that the threads of a process have used so far. Raises OSError where there is no such process."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    """Processor time that a process's threads of now have used so far. Raises OSError where there is no such process."""
+    nanoseconds = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            nanoseconds += int((thread / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -13,6 +12,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from tests.processes import family_of, find
 
 
 class Served:
@@ -55,15 +56,8 @@ class Served:
 
     def family(self) -> list[int]:
         """Process ids of the server and everything below it."""
-        found = [self.process.pid]
-        for pid in found:
-            with contextlib.suppress(FileNotFoundError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    found += [int(child) for child in (task / "children").read_text().split()]
-        return found
+        return family_of(self.process.pid)
 
     def rank(self) -> int:
         """Process id of rank 1."""
-        words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.family()}
-        (found,) = [pid for pid, text in words.items() if "ranks.follow" in text]
-        return found
+        return find(self.family(), "ranks.follow")

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.processes import children_of
 from tests.server import chromium
 
 pytestmark = pytest.mark.full
@@ -306,9 +307,8 @@ def test_a_dead_engine_ends_the_server_with_its_cause(tmp_path: Path) -> None:
     server = Served(tmp_path)
     try:
         server.wait_ready()
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        os.kill(int(children[0]), signal.SIGKILL)
+        (engine,) = children_of(server.process.pid)
+        os.kill(engine, signal.SIGKILL)
         assert server.process.wait(60) == 1
         last = server.err.read_text().splitlines()[-1]
         assert last.startswith("legato: the engine failed: ") and "SIGKILL" in last, last

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.served_ranks import Served
-from tests.processes import is_alive
+from tests.processes import find, is_alive
 
 pytestmark = pytest.mark.full
 
@@ -50,7 +50,7 @@ def test_the_loss_of_a_rank_ends_the_server(served: Served, number: int, words: 
 
 def test_rank_0_may_hang_too(served: Served) -> None:
     family = served.family()
-    (engine,) = [pid for pid in family if "engine.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    engine = find(family, "engine.process")
     os.kill(engine, signal.SIGSTOP)
     hurt = time.monotonic()
     assert served.process.wait(20) == 1

@@ -17,6 +17,7 @@ from legato.server.client import GRACE_S, EngineClient, EngineFailed
 from legato.types import SamplingParams
 from tests.engine import standin
 from tests.engine.standin import at_work, expected, long, request, run, running, settings, tokens_of
+from tests.processes import children_of, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEN_S = 2.0
@@ -48,16 +49,7 @@ async def all_fail(
         assert time.monotonic() - started < within_s + GRACE_S
         await asyncio.sleep(0.01)
     assert client._child.exited.result() != 0
-    assert is_gone(client.pid)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process is dead; one that its new parent has not collected yet is."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return status.rpartition(")")[2].split()[0] in "ZX"
+    assert not is_alive(client.pid)
 
 
 def test_engine_killed() -> None:
@@ -241,15 +233,9 @@ def test_a_start_that_is_given_up_leaves_no_process() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert all(is_gone(child) for child in children)
+        assert not any(is_alive(child) for child in children)
 
     run(test())
-
-
-def children_of(pid: int) -> list[int]:
-    return [
-        int(child) for path in Path(f"/proc/{pid}/task").iterdir() for child in (path / "children").read_text().split()
-    ]
 
 
 SERVER = """
@@ -303,10 +289,10 @@ def test_server_killed(kind: str, how: str) -> None:
                 time.sleep(0.02)
             child = children[0]
             time.sleep(1.0)  # it has asked to die with its parent by now
-        assert not is_gone(child)
+        assert is_alive(child)
         parent.kill()
         killed = time.monotonic()
-        while not is_gone(child):
+        while is_alive(child):
             assert time.monotonic() - killed < SEEN_S
             time.sleep(0.01)
 
@@ -320,4 +306,4 @@ def test_signals_are_for_the_server() -> None:
         os.killpg(parent.pid, signal.SIGINT)
         assert parent.stdout.readline().split() == ["0", "length", "True", "closed"]
         assert parent.wait(10) == 0
-        assert is_gone(child)
+        assert not is_alive(child)

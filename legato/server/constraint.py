@@ -53,13 +53,17 @@ def constrained(
     wanted = answer_format(response_format)
     if wanted is not None and params.constraint is not None:
         raise ParameterError("response_format", f"cannot be combined with {params.constraint.kind}: give one of them")
+    asked = None if wanted is None else "response_format"
     wanted = wanted or params.constraint
     banned = params.bad_token_ids
     if tools is not None and not tools.may_call and CALL in tokenizer.control:
         banned = tuple(dict.fromkeys((*banned, tokenizer.control[CALL])))
     calls = None if tools is None else _calls(tools, has_format=wanted is not None)
     if calls is not None and tools is not None:
+        asked = "tool_choice" if tools.choice == "required" else asked or "strict or allowed tools"
         wanted = _joined(tools, calls, wanted, tokenizer)
+    if params.ignore_eos and asked is not None:
+        raise ParameterError("ignore_eos", f"cannot be combined with {asked}: a grammar decides where the text may end")
     params = replace(params, bad_token_ids=banned)
     if not in_reasoning:
         return _with(replace(params, reasoning_budget=None, reasoning_end=None), wanted, params.grammar_after)

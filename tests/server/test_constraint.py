@@ -327,6 +327,16 @@ def test_what_cannot_be_combined(shipped: Tokenizer, description: dict[str, Any]
         constrained(SamplingParams(regex="a"), shipped, in_reasoning=False, response_format=wanted)
     with pytest.raises(ParameterError, match="grammar: cannot be combined with tools"):
         constrained(SamplingParams(grammar='start: "a"'), shipped, in_reasoning=False, tools=tools_of())
+    endless = SamplingParams(ignore_eos=True)
+    for asked, tools, form in (
+        ("response_format", None, wanted),
+        ("response_format", tools_of(), wanted),
+        ("tool_choice", tools_of("required"), wanted),
+        ("strict or allowed tools", tools_of(strict=True), None),
+    ):
+        with pytest.raises(ParameterError, match=f"ignore_eos: cannot be combined with {asked}"):
+            constrained(endless, shipped, in_reasoning=False, tools=tools, response_format=form)
+    assert constrained(endless, shipped, in_reasoning=False, tools=tools_of()) == endless
     bare = Tokenizer({**description, "added_tokens": []})
     with pytest.raises(ParameterError, match="tool_choice: needs a tokenizer with the token <tool_call>"):
         constrained(PLAIN, bare, in_reasoning=False, tools=tools_of("required"))

@@ -63,7 +63,7 @@ DraftWeights = Annotated[
     str,
     typer.Option(
         help="Of the MTP layer: stored, lean, or what is made smaller, with commas: experts, projection, table, split, head, "
-        "vocabulary=N or =FILE (no token changes); an engine takes auto: all but a vocabulary, on a GPU with kernels for it.",
+        "vocabulary=N or =FILE (no token changes); auto: all but a vocabulary on a GPU with kernels for it, else stored.",
         rich_help_panel=ENGINE,
     ),
 ]

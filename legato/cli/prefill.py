@@ -17,7 +17,7 @@ from legato.bench.share import Share
 from legato.bench.steady import Work
 from legato.cli.bench import device_named
 from legato.cli.flags import numbers
-from legato.cli.slice import Asked, Shown, case_of, kernel_table, routed_share_of
+from legato.cli.slice import Asked, Shown, as_an_engine, case_of, kernel_table, routed_share_of
 from legato.config import MAX_DRAFTS, ConfigError
 
 REPEATS = 3
@@ -53,6 +53,7 @@ def bench_prefill(asked: Asked, listed: Sequence[Prompt], work: Work, shown: Sho
     if not 0 <= work.num_drafts <= MAX_DRAFTS:
         raise ConfigError(f"--k must be between 0 and {MAX_DRAFTS}, got {work.num_drafts}")
     console, device = Console(), device_named(asked.device)
+    asked = as_an_engine(asked, device)
     share = routed_share_of(asked, work, device)
     setting = Setting.here(device)
     lines: list[dict[str, Any]] = []

@@ -25,10 +25,10 @@ from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, accept_length_at, f
 from legato.bench.steady import SliceError, Work, pack, steady
 from legato.cli.bench import device_named
 from legato.config import MAX_DRAFTS, ConfigError
-from legato.engine.start import open_checkpoint, targets_of
+from legato.engine.start import open_checkpoint, resident_as, targets_of
 from legato.model.convert import Target
 from legato.model.inventory import stored_spec
-from legato.model.lean import DraftWeights
+from legato.model.lean import DraftWeights, settled
 from legato.model.requantization import DenseFormat, Requantization
 from legato.model.spec import ModelSpec
 from legato.ops import BindError, Bindings, bind
@@ -92,6 +92,7 @@ def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict
     console, device = Console(), device_named(asked.device)
     if shown.trace is not None and device.type != "cuda":
         raise ConfigError("--trace records a GPU: use --device cuda")
+    asked = as_an_engine(asked, device)
     bound = bind_ops(listed[0], device)
     share = share_of(asked, listed, device)
     if device.type == "cuda":
@@ -226,6 +227,17 @@ def case_of(asked: Asked) -> dict[str, str]:
     return {**drawn_as, "drafts": asked.drafts, "dense": asked.dense}
 
 
+def as_an_engine(asked: Asked, device: torch.device) -> Asked:
+    """With the draft weights that an engine on this device takes, where the flags say "auto": figures name what was measured."""
+    resident = resident_as(targets_of(str(device)), dtype_on(device))
+    return replace(asked, drafts=settled(asked.drafts, resident))
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The type of activations and norms."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def is_drawn(asked: Asked) -> bool:
     """Whether weights are drawn rather than read."""
     return asked.dummy or asked.model is None
@@ -265,7 +277,7 @@ def share_of(asked: Asked, listed: Sequence[Work], device: torch.device) -> Shar
         mesh = Mesh(asked.rank, asked.tp)
     except ValueError as error:
         raise ConfigError(f"--rank and --tp: {error}") from error
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_on(device)
     if not is_drawn(asked):
         if asked.layers is not None or any(work.distinct_experts is not None for work in listed):
             raise ConfigError(

@@ -21,7 +21,7 @@ from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.footprint import weights_per_rank
 from legato.model.inventory import stored_spec, survey
-from legato.model.lean import DraftWeights, added_bytes
+from legato.model.lean import DraftWeights, added_bytes, settled
 from legato.model.requantization import DenseFormat, Requantization
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
@@ -93,10 +93,9 @@ def load_rank(
     if not settings.num_drafts:
         spec = replace(spec, has_mtp=False)
     targets = targets_of(settings.device)
-    # Kernels read weights as stored. References would dequantise them at every call: they are given dense ones.
-    resident = Residency.STORED if targets and settings.dtype == "bfloat16" else Residency.DENSE
     dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-    drafts = _drafts(settings.draft_weights, resident)
+    resident = resident_as(targets, dtype)
+    drafts = DraftWeights.parse(settled(settings.draft_weights, resident))
     inventory = survey(checkpoint, spec)
     if settings.device == "cpu":
         if config.cache.memory_fraction is not None:
@@ -141,11 +140,10 @@ def _least_memory(device: str, ranks: int) -> int:
     return min(torch.cuda.get_device_properties(name).total_memory for name in devices)
 
 
-def _drafts(text: str, resident: Residency) -> DraftWeights:
-    """What `draft_weights` says; "auto": the fastest where fewer bytes are less time, else as stored."""
-    if text != "auto":
-        return DraftWeights.parse(text)
-    return DraftWeights.FASTEST if resident is Residency.STORED else DraftWeights.STORED
+def resident_as(targets: tuple[str, ...], dtype: torch.dtype) -> Residency:
+    """How an engine keeps weights. Kernels read them as stored; references would dequantise them at every call: they are given
+    dense ones."""
+    return Residency.STORED if targets and dtype is torch.bfloat16 else Residency.DENSE
 
 
 def targets_of(device: str) -> tuple[str, ...]:

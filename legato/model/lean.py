@@ -17,7 +17,7 @@ import torch
 
 from legato.config import ConfigError
 from legato.model.names import layer_prefix
-from legato.model.reader import WeightSource
+from legato.model.reader import Residency, WeightSource
 from legato.model.spec import ModelSpec
 from legato.ops import rms_norm
 from legato.parallel.mesh import Mesh
@@ -84,6 +84,14 @@ class DraftWeights:
 DraftWeights.STORED = DraftWeights()
 DraftWeights.LEAN = DraftWeights(frozenset((Saving.EXPERTS, Saving.PROJECTION, Saving.HEAD)))
 DraftWeights.FASTEST = DraftWeights(frozenset(Saving))
+
+
+def settled(text: str, resident: Residency) -> str:
+    """What `DraftWeights.parse` is to read where `text` is what was asked for: "auto" is the fastest where fewer bytes are less
+    time, else as stored."""
+    if text != "auto":
+        return text
+    return "lean,table,split" if resident is Residency.STORED else "stored"
 
 
 def _ids_in(path: Path) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from legato.bench.slice import fields, measure, simulated
 from legato.bench.steady import SliceError, Work, pack
 from legato.bench.trace import Span
 from legato.cli.share_commands import Sweep
-from legato.cli.slice import Asked, Shown, bench_slice, by_ranks
+from legato.cli.slice import Asked, Shown, as_an_engine, bench_slice, by_ranks
 from legato.config import ConfigError
 from legato.model.checkpoint import Checkpoint
 from legato.model.convert import Target
@@ -134,12 +134,36 @@ def test_numbers_that_are_none_are_no_measurement(tiny: ModelSpec) -> None:
 
 def test_a_sweep_measures_one_number_of_ranks_after_the_other(tmp_path: Path) -> None:
     model = str(tiny_checkpoint(tmp_path / "model", "nvfp4", index_head_dim=128))
-    asked = Asked(model, None, 1, 0, None, False, "nvfp4", "stored", "stored", "cpu", 2.0)
+    asked = Asked(model, None, 1, 0, None, False, "nvfp4", "auto", "stored", "cpu", 2.0)
     listed = [replace(WORK, batch=1, iterations=1)]
     found = by_ranks(asked, (2, 1), listed, Shown(0, tmp_path / "isl.jsonl", None, 0))
     assert [(line["case"]["tp"], line["context"]) for line in found] == [(2, 70), (1, 70)]
     assert all(line["tokens_per_s_simulated"] > 0 and line["accept_length_simulated"] for line in found)
+    assert {line["case"]["drafts"] for line in found} == {"stored"}, (
+        "what was measured is named, not that it was automatic"
+    )
     assert len((tmp_path / "isl.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "targets", "drafts", "measured"),
+    [
+        ("cuda", ("sm90",), "auto", "lean,table,split"),
+        ("cuda", (), "auto", "stored"),
+        ("cpu", (), "auto", "stored"),
+        ("cuda", ("sm90",), "lean", "lean"),
+    ],
+)
+def test_automatic_draft_weights_are_those_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch, device: str, targets: tuple[str, ...], drafts: str, measured: str
+) -> None:
+    def targets_on(name: str) -> tuple[str, ...]:
+        assert name == device
+        return targets
+
+    monkeypatch.setattr("legato.cli.slice.targets_of", targets_on)
+    asked = Asked(None, None, 8, 0, None, False, "nvfp4", drafts, "stored", device, None)
+    assert as_an_engine(asked, torch.device(device)).drafts == measured
 
 
 def test_a_sweep_without_ranks_is_refused(tmp_path: Path) -> None:

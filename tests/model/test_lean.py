@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from legato.config import Config, ConfigError, resolve
-from legato.engine.start import EMBEDDED_CHECKPOINT, _drafts, build_engine
+from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
-from legato.model.lean import DraftWeights, Saving, draft_head, input_projection, lean_experts, lean_formats
+from legato.model.lean import (
+    DraftWeights,
+    Saving,
+    draft_head,
+    input_projection,
+    lean_experts,
+    lean_formats,
+    settled,
+)
 from legato.model.mtp import Mtp
 from legato.model.requantization import Requantization
 from legato.model.weights import GlmWeights, MoeWeights, Residency, load_weights
@@ -75,9 +83,9 @@ def test_what_has_few_bits_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_auto_is_the_fastest_where_kernels_read_what_is_stored() -> None:
-    assert _drafts("auto", Residency.STORED) == DraftWeights.parse("lean,table,split")
-    assert _drafts("auto", Residency.DENSE) == DraftWeights.STORED
-    assert _drafts("lean", Residency.DENSE) == DraftWeights.LEAN
+    assert DraftWeights.parse(settled("auto", Residency.STORED)) == DraftWeights.FASTEST
+    assert DraftWeights.parse(settled("auto", Residency.DENSE)) == DraftWeights.STORED
+    assert DraftWeights.parse(settled("lean", Residency.DENSE)) == DraftWeights.LEAN
 
 
 def test_savings_are_named_in_words(tmp_path: Path) -> None:

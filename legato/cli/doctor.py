@@ -59,12 +59,13 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def _show_ops(console: Console, ops: Sequence[OpHealth]) -> None:
-    table = Table("op", "serves here", "cases right", box=None)
-    table.columns[0].no_wrap = True
-    table.add_column("us", justify="right")
+    table = Table(box=None)
+    for heading in ("op", "runs here", "right"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("us", justify="right", no_wrap=True)
     if roofline := any(one.roofline_percent is not None for one in ops):
-        table.add_column("% roofline", justify="right")
-    table.add_column("on", no_wrap=True)
+        table.add_column("% roofline", justify="right", no_wrap=True)
+    table.add_column("timed on")
     for one in ops:
         right = f"{one.num_cases - len(one.wrong)} of {one.num_cases}"
         table.add_row(

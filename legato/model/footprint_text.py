@@ -89,19 +89,17 @@ def _memory(footprint: Footprint) -> Table:
 
 
 def _contexts(footprint: Footprint) -> Table:
-    """Rows are latent formats, columns are group sizes."""
+    """Rows are group sizes, columns are latent formats."""
     cache = footprint.cache
     assert cache is not None
-    title = f"Longest context (every GPU holds every token; index keys: {cache.index_keys:,} bytes per token)"
+    title = f"Longest context, in tokens ({cache.index_keys:,} bytes of each are index keys)"
     table = Table(title=title, title_justify="left")
-    table.add_column("latent")
-    table.add_column("bytes per token", justify="right")
+    table.add_column()
+    latents = [(latent, per_token) for latent in ("bf16", "fp8") if (per_token := cache.per_token(latent)) is not None]
+    for latent, per_token in latents:
+        table.add_column(f"{latent} latents, {per_token:,} bytes/token", justify="right")
     for plan in footprint.plans:
-        table.add_column(_gpus(plan.ranks), justify="right")
-    for latent in ("bf16", "fp8"):
-        per_token = cache.per_token(latent)
-        if per_token is not None:
-            table.add_row(latent, f"{per_token:,}", *(_context(plan, latent) for plan in footprint.plans))
+        table.add_row(_gpus(plan.ranks), *(_context(plan, latent) for latent, _ in latents))
     return table
 
 

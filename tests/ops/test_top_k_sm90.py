@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops import top_k
+from legato.ops.build import Source
 from legato.ops.case import Draw
 from legato.ops.select import sm90, sm90_blocks, sm90_clusters, torch_topk
 from legato.ops.select.adversarial import adversarial_rows
@@ -47,6 +48,11 @@ def test_how_launches_are_cut(rows: int, width: int) -> None:
     assert rows * cut.blocks <= 132 or cut.shared_bytes <= 113 * 1024
 
 
+def source_text() -> str:
+    """`top_k.cu` and what it includes, end to end."""
+    return "".join(path.read_text() for path in Source(Path(sm90.__file__).with_name("top_k.cu")).files())
+
+
 def arguments(width: int = 640, rows: int = 3) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
     scores, lengths = torch.zeros(rows, width), torch.full((rows,), width, dtype=torch.int32)
     table = torch.zeros(1, -(-width // 64), dtype=torch.int32)
@@ -77,7 +83,7 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
     scores, lengths, k, table, request = arguments(width=81920, rows=6)
     slots, counts = sm90._select._init_fn(scores, lengths, k, table, request, None)
     (how, given) = calls[0]
-    source = Path(sm90.__file__).with_name("top_k.cu").read_text()
+    source = source_text()
     declared = re.search(r"top_k\((const float\*.*?)(?: PROFILE_PARAMETER)?\) \{", source, re.S)
     names = [part.split()[-1] for part in declared[1].split(",")]
     passed = dict(zip(names, given, strict=True))
@@ -100,7 +106,7 @@ def test_a_plan_and_its_launch_agree(monkeypatch: pytest.MonkeyPatch, rows: int,
     scores, lengths, k, table, request = arguments(width=81920, rows=rows)
     plan = sm90.plan_top_k(lengths, request, k)
     sm90._select._init_fn(scores, lengths, k, table, request, plan)
-    source = Path(sm90.__file__).with_name("top_k.cu").read_text()
+    source = source_text()
     passed = {}
     for name in ("plan_top_k", "planned_top_k"):
         declared = re.search(rf" {name}\((const .*?)(?: PROFILE_PARAMETER)?\) \{{", source, re.S)

@@ -34,7 +34,7 @@ demo: $(VENV)/.installed
 check: lint types imports test
 
 check-full: lint types imports $(VENV)/.installed-dev
-	$(PYTEST) -m "not gpu and not clients"
+	$(PYTEST) -m "not gpu and not clients" --hypothesis-profile anew
 
 check-clients: $(VENV)/.installed-dev $(CLIENT_VENVS) $(CLIENTS)/npm/.installed
 	@$(PIP) --editable '.[dev,clients]'

@@ -1,6 +1,6 @@
 """The two paged caches: latents on every layer, index keys on layers that run their own indexer. One page table serves both.
 
-Owns allocation and byte counts. Layouts are those of `legato.ops.cache`; which page belongs to whom is the scheduler's business.
+Owns allocation. Layouts are those of `legato.ops.cache.layout`; which page belongs to whom is the scheduler's business.
 Called by the runner.
 """
 
@@ -14,11 +14,7 @@ from torch import Tensor
 from legato.config import PAGE_SIZE, ConfigError
 from legato.model.spec import ModelSpec
 from legato.model.step import LayerCache
-
-FP8_LATENT_BYTES = 656
-"""512 e4m3 + 4 float32 scales + 64 bfloat16 rope values per token."""
-FP8_INDEX_PAGE_BYTES = PAGE_SIZE * (128 + 4)
-"""64 keys of 128 e4m3 bytes, then 64 float32 scales."""
+from legato.ops.cache.layout import INDEX_PAGE_BYTES, INDEX_WIDTH, LATENT_BYTES, LATENT_ROPE, LATENT_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +31,27 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        if self.latent == "fp8" and (spec.kv_lora_rank, spec.rope_dim) != (512, 64):
+        if self.latent == "fp8" and (spec.kv_lora_rank, spec.rope_dim) != (LATENT_WIDTH, LATENT_ROPE):
             raise ConfigError(
-                f"the fp8 latent cache holds 512 + 64 values per token; this checkpoint has "
+                f"the fp8 latent cache holds {LATENT_WIDTH} + {LATENT_ROPE} values per token; this checkpoint has "
                 f"{spec.kv_lora_rank} + {spec.rope_dim}: use the bfloat16 cache"
             )
-        if self.index == "fp8" and spec.index_dim != 128:
+        if self.index == "fp8" and spec.index_dim != INDEX_WIDTH:
             raise ConfigError(
-                f"the fp8 index cache holds keys of 128 values; this checkpoint has {spec.index_dim}: use float32"
+                f"the fp8 index cache holds keys of {INDEX_WIDTH} values; this checkpoint has {spec.index_dim}: use float32"
             )
 
     def latent_page(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of one page of latents."""
         if self.latent == "fp8":
-            return (PAGE_SIZE, FP8_LATENT_BYTES), torch.uint8
+            return (PAGE_SIZE, LATENT_BYTES), torch.uint8
         dtype = torch.float32 if self.latent == "float32" else torch.bfloat16
         return (PAGE_SIZE, self.spec.kv_lora_rank + self.spec.rope_dim), dtype
 
     def index_page(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of one page of index keys."""
         if self.index == "fp8":
-            return (FP8_INDEX_PAGE_BYTES,), torch.uint8
+            return (INDEX_PAGE_BYTES,), torch.uint8
         return (PAGE_SIZE, self.spec.index_dim), torch.float32
 
     def allocate(self, num_pages: int, device: str) -> list[LayerCache]:

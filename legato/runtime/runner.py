@@ -99,6 +99,26 @@ class _Pass:
     midway: Midway
 
 
+@dataclass(slots=True)
+class _Gated:
+    """A device row's grammar. On a GPU it follows behind: `unread` is the letter, and the row's line in it, that it has not been
+    told of, `drafts` stand behind what it has been told."""
+
+    gate: Gate
+    unread: tuple[Letter, int] | None = None
+    drafts: tuple[int, ...] = ()
+
+    def catch_up(self) -> tuple[int, ...]:
+        """Moves the grammar to where the last letter says the text stands; returns the drafts that stand behind it."""
+        if self.unread is not None:
+            (letter, index), self.unread = self.unread, None
+            line = letter.read()[index]
+            self.gate.accept(line.sampled[: line.count])
+            if line.count:
+                self.drafts = line.drafts
+        return self.drafts
+
+
 class Runner:
     """One device's share of the engine. `launch` starts an iteration; results wait in the flight it returns."""
 
@@ -124,14 +144,9 @@ class Runner:
         self.host = HostPages(caches, settings.host_pages) if settings.host_pages else None
         self.grammars: Grammars | None = None
         self._controls = ControlTable(self.rows, spec.vocab_size)
-        self._gates: dict[int, Gate] = {}
-        self._unread: dict[int, tuple[Letter, int]] = {}
-        self._drafts: dict[int, tuple[int, ...]] = {}
-        self._temperature: dict[int, float] = {}
-        self._plain: set[int] = set()
+        self._admitted: dict[int, Admit] = {}
+        self._gated: dict[int, _Gated] = {}
         self._pass: _Pass | None = None
-        self._wanted_logprobs: dict[int, int] = {}
-        self._wanted_prompt_logprobs: dict[int, int] = {}
 
     def check(self, params: SamplingParams) -> None:
         """Refuses what would fail in the middle of an iteration, with everyone else's requests in it.
@@ -220,7 +235,7 @@ class Runner:
         """The steady state on a GPU: one graph, or two where something asks for more than the tokens of a plain choice."""
         rows, variant = plan.decodes, self._variant(plan.decodes)
         bucket = decoder.seats.seat(rows)
-        is_plain = all(self._wanted_logprobs[row] < 0 and not self._controls.holds(row) for row in rows)
+        is_plain = all(self._admitted[row].logprobs < 0 and not self._controls.holds(row) for row in rows)
         if is_plain:
             letter = self.mailbox.post(decoder.launch(decoder.key(bucket, variant, plan.num_drafts)))
             return Part(rows, letter, None, (-1,) * len(rows), self._plain_of(rows))
@@ -234,56 +249,43 @@ class Runner:
 
     def _part(self, rows: tuple[int, ...], letter: Letter, logits: Tensor | None, sampled: Tensor) -> Part:
         if self.decoder is not None:  # elsewhere grammars are moved as tokens are chosen
-            self._unread |= {row: (letter, index) for index, row in enumerate(rows) if row in self._gates}
-        wanted = tuple(self._wanted_logprobs[row] for row in rows)
+            for index, row in enumerate(rows):
+                if row in self._gated:
+                    self._gated[row].unread = (letter, index)
+        wanted = tuple(self._admitted[row].logprobs for row in rows)
         return Part(rows, letter, self._logprobs(logits, sampled, wanted), wanted, self._plain_of(rows))
 
     def _plain_of(self, rows: tuple[int, ...]) -> frozenset[int]:
-        return frozenset(self._plain.intersection(rows))
+        return frozenset(row for row in rows if self._admitted[row].num_drafts == 0)
 
     def _admit(self, admit: Admit) -> None:
         row, controls = admit.row, admit.controls
         self.rows.admit(admit)
         self._controls.admit(admit)
-        self._gates.pop(row, None)
-        self._unread.pop(row, None)
-        self._drafts.pop(row, None)
+        self._admitted[row] = admit
+        self._gated.pop(row, None)
         if controls is not None and controls.grammar is not None:
             if self.grammars is None:
                 raise RuntimeError("a grammar needs the tokenizer's vocabulary: set `grammars` first")
-            self._gates[row] = self.grammars.gate(controls.grammar, controls.generated)
-        self._temperature[row] = admit.temperature
-        self._wanted_logprobs[row] = admit.logprobs
-        self._wanted_prompt_logprobs[row] = admit.prompt_logprobs
-        (self._plain.add if admit.num_drafts == 0 else self._plain.discard)(row)
+            self._gated[row] = _Gated(self.grammars.gate(controls.grammar, controls.generated))
 
     def _variant(self, sampler_rows: Sequence[int]) -> Variant:
-        return "greedy" if all(self._temperature[row] == 0.0 for row in sampler_rows) else "general"
+        return "greedy" if all(self._admitted[row].temperature == 0.0 for row in sampler_rows) else "general"
 
     def _draw(self, sampler_rows: Sequence[int], num_drafts: int) -> Draw:
         """The cheapest way to choose that is right for all rows that sample; `num_drafts` of theirs are verified at most."""
         choose = CHOICES[self._variant(sampler_rows)]
         if not any(self._controls.holds(row) for row in sampler_rows):
             return PlainDraw(choose)
-        gates = {index: self._gates[row] for index, row in enumerate(sampler_rows) if row in self._gates}
+        gated = {index: self._gated[row] for index, row in enumerate(sampler_rows) if row in self._gated}
         if self.decoder is None:
-            return ControlledDraw(choose, self._controls, gates)
+            return ControlledDraw(choose, self._controls, {index: one.gate for index, one in gated.items()})
         foreseen: dict[int, bytes] = {}
-        for index, gate in gates.items():
-            drafts = self._catch_up(sampler_rows[index])[:num_drafts]
+        for index, one in gated.items():
+            drafts = one.catch_up()[:num_drafts]
             first = index * (num_drafts + 1)
-            foreseen |= {first + offset: mask for offset, mask in enumerate(gate.masks(drafts))}
+            foreseen |= {first + offset: mask for offset, mask in enumerate(one.gate.masks(drafts))}
         return ControlledDraw(choose, self._controls, {}, foreseen)
-
-    def _catch_up(self, row: int) -> tuple[int, ...]:
-        """Moves a row's grammar to where its last letter says the text stands; returns the drafts that stand behind it."""
-        if (unread := self._unread.pop(row, None)) is not None:
-            letter, index = unread
-            line = letter.read()[index]
-            self._gates[row].accept(line.sampled[: line.count])
-            if line.count:
-                self._drafts[row] = line.drafts
-        return self._drafts.get(row, ())
 
     def _logprobs(self, logits: Tensor | None, sampled: Tensor, wanted: tuple[int, ...]) -> Logprobs | None:
         if max(wanted, default=-1) < 0:
@@ -297,7 +299,7 @@ class Runner:
         chunks: list[PromptChunk] = []
         first = 0
         for extend in plan.extends:
-            top = self._wanted_prompt_logprobs[extend.row]
+            top = self._admitted[extend.row].prompt_logprobs
             if top >= 0:
                 rows = hidden[first : first + len(extend.tokens)]
                 chunks.append(chunk_logprobs(extend, rows, top, self.iteration.target.logits))

@@ -151,7 +151,7 @@ def _absorbed_case(rows: int, heads: int, width: int, dtype: torch.dtype, cached
         slots, counts = _selection(draw, cache, rows, width)
         return draw.normal(rows, heads, 576, dtype=dtype, scale=0.5), cache, slots, counts, 0.0625, 512
 
-    token_bytes = 656 if cached == torch.uint8 else 576 * cached.itemsize
+    token_bytes = LATENT_BYTES if cached == torch.uint8 else 576 * cached.itemsize
     return Case(
         sparse_mla,
         f"sparse_mla rows={rows} heads={heads} width={width} {str(dtype)[6:]} cache={str(cached)[6:]}",

@@ -38,12 +38,18 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The two paged caches. `latent`: "auto" is bfloat16 on a GPU and float32 on a CPU, where converting costs more than the
-    memory. `tokens` is the capacity in tokens over all requests; `None`: `max_running` full contexts, at most 64 Ki tokens on a
-    CPU, and on a GPU a million or what it has room for. `memory_fraction` in its place: the share of a GPU's memory that weights
-    and caches fill together; kernels, graphs and repacked weights need some of the rest. `prefix`: whether full pages are kept
-    and found again by later requests. `host_tokens`: room in host memory, in tokens, for pages that are evicted from there; 0:
-    none."""
+    """The two paged caches.
+
+    Attributes:
+        latent, index: their formats. "auto" is bfloat16 latents on a GPU, float32 ones on a CPU, where converting costs more than
+            the memory, and fp8 index keys.
+        tokens: capacity over all requests. `None`: `max_running` full contexts, at most 64 Ki tokens on a CPU, and on a GPU a
+            million or what it has room for.
+        prefix: whether full pages are kept and found again by later requests.
+        host_tokens: room in host memory for pages that are evicted; 0: none.
+        memory_fraction: in place of `tokens`, the share of a GPU's memory that weights and caches fill together; kernels, graphs
+            and repacked weights need some of the rest.
+    """
 
     latent: LatentFormat = "auto"
     index: IndexFormat = "auto"
@@ -55,11 +61,18 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Limits of the scheduler. `context` is the longest prompt plus output; `None`: what the checkpoint states. `chunk_tokens`:
-    rows of prompts in one pass through the layers; `None`: 2048 on a GPU, 512 on a CPU. `max_waiting`: most requests that wait
-    before further ones are refused (0: what cannot run at once is refused); `None`: any number. `slowdown`: while a prompt runs,
-    an iteration of the others takes at most so many times its own time, since the prompt goes through a few layers at a time
-    between iterations; 0: prompts run whole chunks beside the others; `None`: 2 on a GPU, 0 on a CPU."""
+    """Limits of the scheduler.
+
+    Attributes:
+        max_running: most requests in one iteration.
+        chunk_tokens: rows of prompts in one pass through the layers; `None`: 2048 on a GPU, 512 on a CPU.
+        context: longest prompt plus output; `None`: what the checkpoint states.
+        max_waiting: most requests that wait before further ones are refused (0: what cannot run at once is refused); `None`: any
+            number.
+        slowdown: while a prompt runs, an iteration of the others takes at most so many times its own time, since the prompt goes
+            through a few layers at a time between iterations. 0: prompts run whole chunks beside the others; `None`: 2 on a GPU,
+            0 on a CPU.
+    """
 
     max_running: int = 16
     chunk_tokens: int | None = None
@@ -70,18 +83,26 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """Where and how tensors are computed. `dtype` of activations and dense weights: "auto" is bfloat16 on a GPU, for which its
-    kernels are made, and float32 on a CPU. `graphs`: whether decoding runs as CUDA graphs ("auto": on a GPU). `kernel_cache`: the
-    directory of compiled kernels; `None`: ~/.cache/legato/kernels. `threads` of the CPU; `None`: one core less than there are, at
-    most 4. `ops` overrides the implementation of single ops, e.g. `{"attend": "reference"}`. `score_bytes` bounds the memory for
-    index scores, which grows with rows times context: the indexer takes as few rows at a time as that needs; `None`: 64 MiB on a
-    CPU, 1 GiB on a GPU. `tensor_parallel` ranks share the model, each on a GPU of its own (on a CPU: in a process of its own);
-    `rank_patience` is how many seconds they wait for one that does not come, before the engine gives up; their sums of at least
-    `two_shot_rows` rows go in two shots (`None`: none does; the same bits). `draft_weights`: the MTP
-    layer as "stored", or "lean": its experts in NVFP4, its input projection and the drafts' head in FP8; or savings by name (see
-    `legato.model.lean`); "auto": all of them where kernels read weights as stored (no token changes).
-    `dense_format`: weights of attention, dense layers and shared experts as stored, or those that are unquantised in "fp8" (in
-    blocks of 128x128, at load; tokens may change)."""
+    """Where and how tensors are computed.
+
+    Attributes:
+        device: auto, cpu, cuda or cuda:N.
+        dtype: of activations and dense weights; "auto" is bfloat16 on a GPU, for which its kernels are made, float32 on a CPU.
+        overlap: whether an iteration is planned while the one before it runs ("auto": on a GPU).
+        graphs: whether decoding runs as CUDA graphs ("auto": on a GPU).
+        kernel_cache: directory of compiled kernels; `None`: ~/.cache/legato/kernels.
+        threads: of the CPU; `None`: one core less than there are, at most 4.
+        ops: implementations of single ops in place of those that would be bound, such as `{"attend": "reference"}`.
+        score_bytes: most memory for index scores, which grow with rows times context: the indexer takes as few rows at a time as
+            that needs. `None`: 64 MiB on a CPU, 1 GiB on a GPU.
+        tensor_parallel: ranks that share the model, each on a GPU of its own (on a CPU: in a process of its own).
+        rank_patience: seconds that ranks wait for one that does not come, before the engine gives up.
+        two_shot_rows: their sums of at least so many rows go in two shots (the same bits); `None`: none does.
+        draft_weights: the MTP layer "stored", "lean" (experts in NVFP4, input projection and drafts' head in FP8), or with
+            savings by name (see `legato.model.lean`); "auto": all where kernels read weights as stored. No token changes.
+        dense_format: weights of attention, dense layers and shared experts as stored, or those that are unquantised in "fp8"
+            (blocks of 128x128, at load; tokens may change).
+    """
 
     device: str = "auto"
     dtype: DType = "auto"
@@ -100,13 +121,15 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """An engine's settings. `model` is a directory, a hub id, or `None` for the checkpoint that ships with Legato.
+    """An engine's settings.
 
-    `num_drafts` (K) is how many tokens the MTP layer drafts per iteration, 0..7; `None`: 5, or 0 when the checkpoint has no MTP
-    layer; "auto": 1, 3, 5 or 7, whichever brings most tokens per second, by what the engine measures as it runs. Drafts that are
-    less likely than `draft_threshold` (0..1), together with those before them, are not verified. `verify_speculation` is the
-    share (0..1) of requests that are replayed without drafts when they have finished, to see that the tokens are the same; it
-    costs that share of the work again.
+    Attributes:
+        model: directory or hub id; `None`: the checkpoint that ships with Legato.
+        num_drafts: K, how many tokens the MTP layer drafts per iteration, 0..7; `None`: 5, or 0 where the checkpoint has no MTP
+            layer; "auto": 1, 3, 5 or 7, whichever brings most tokens per second, by what the engine measures as it runs.
+        draft_threshold: drafts that are less likely (0..1), together with those before them, are not verified.
+        verify_speculation: share (0..1) of requests that are replayed without drafts when they have finished, to see that the
+            tokens are the same; it costs that share of the work again.
 
     Raises:
         ConfigError: a value is out of range; the message names the setting.

@@ -26,6 +26,18 @@ class ParameterError(ValueError):
         self.name = name
 
 
+def too_long(length: str, context: int) -> str:
+    """Why a prompt has no place in a context, which must also hold a new token. `length`: its tokens, `8192` or `more than 9000`.
+
+    Coding agents shorten their conversation and ask again where they read "prompt is too long: 9 tokens > 8 maximum", as
+    Anthropic's API says it, or "this model's maximum context length is", as OpenAI's does.
+    """
+    return (
+        f"the prompt is too long: {length} tokens > {context - 1} maximum "
+        f"(this model's maximum context length is {context} tokens, at least one of them for the answer)"
+    )
+
+
 MAX_STOP_TOKEN_IDS = 8
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 8
 """Ids that end a request: its own and the checkpoint's."""

@@ -19,6 +19,7 @@ from legato.model.spec import ModelSpec
 from legato.schedule import RequestError
 from legato.server.chat import ChatTemplate
 from legato.server.text import Tokenizer, json_object
+from legato.types import too_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,7 @@ def check_prompts(config: Config, prompts: Sequence[str]) -> Config:
     for prompt in prompts:
         length = len(checked.tokenizer.encode_prompt(prompt))
         if length >= checked.context:
-            raise RequestError(
-                f"the prompt has {length} tokens; the context of {checked.context} must also hold at least one new token"
-            )
+            raise RequestError(too_long(str(length), checked.context))
     return checked.config
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from legato.schedule.request import NeverFits, Request, RequestError
+from legato.types import too_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,11 @@ class Limits:
         if not request.prompt:
             raise RequestError("the prompt has no tokens", "prompt")
         if prompt_len >= self.context:
-            raise NeverFits(
-                f"the prompt has {prompt_len} tokens; the context of {self.context} must also hold at least one new token",
-                "prompt",
-            )
+            raise NeverFits(too_long(str(prompt_len), self.context), "prompt")
         if asked is not None and prompt_len + asked > self.context:
             raise NeverFits(
-                f"the prompt has {prompt_len} tokens and max_tokens is {asked}: together more than the context of {self.context}",
+                f"this model's maximum context length is {self.context} tokens; the prompt has {prompt_len} and"
+                f" max_tokens is {asked}",
                 "max_tokens",
             )
         if prompt_len + (asked or 1) - 1 > room:

@@ -263,9 +263,12 @@ def messages_job(service: Service, request: MessagesRequest, id: str) -> Job:
     tokenizer, params = service.text.tokenizer, request.sampling(service)
     made = rendered(service, request)
     prompt, tools, stop = made.prompt, made.tools, params.stop
+    ids = service.check_length(prompt.ids, "messages")
+    # Agents always ask for as much as their own vendor's model may say; here the context may end before that, and says so.
+    most = None if len(ids) + request.max_tokens > service.engine.info.context else request.max_tokens
     with _own_names():
         params = constrained(
-            replace(params, reasoning_budget=request.budget(service.template)),
+            replace(params, max_tokens=most, reasoning_budget=request.budget(service.template)),
             tokenizer,
             in_reasoning=prompt.in_reasoning,
             tools=tools,
@@ -273,7 +276,7 @@ def messages_job(service: Service, request: MessagesRequest, id: str) -> Job:
         )
     return Job(
         id=id,
-        prompt=service.check_length(prompt.ids, "messages"),
+        prompt=ids,
         params=params,
         reader=lambda: Answer(tokenizer, in_reasoning=prompt.in_reasoning, tools=tools, stop=stop),
         timeout_s=service.settings.limits.timeout_s,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 Message = Mapping[str, Any]
@@ -19,6 +20,8 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Types of content parts that are text, and the field that holds it."""
 REASONING_PARTS = {"thinking": "thinking", "redacted_thinking": None}
 """Types of content parts that are reasoning, and the field that holds it. Redacted reasoning can be read by nobody here."""
+MAX_KIND = 64
+"""Characters of a part's type that a message repeats."""
 ATTRIBUTION = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n*", re.IGNORECASE)
 """A line that coding agents put before their system prompt for their own vendor's billing. It differs from request to request, so
 that nothing behind it would ever be found in the prefix cache, and it says nothing to a model."""
@@ -56,74 +59,85 @@ def _normal(message: Any, where: str) -> Iterator[dict[str, Any]]:
     parts = list(_parts(normal.get("content"), where))
     if role == "assistant":
         yield _assistant(normal, parts, where)
-    elif role == "user" and any(_type(part) == "tool_result" for part in parts):
-        yield from _results_and_text(normal, parts, where)
+    elif role == "user" and any(part.type == "tool_result" for part in parts):
+        yield from _results_and_text(normal, parts)
     else:
-        if role == "system" and parts:
-            parts[0] = {**parts[0], "text": ATTRIBUTION.sub("", _text(parts[0], where))}
-        yield {**normal, "content": "".join(_text(part, where) for part in parts)}
+        texts = [part.text for part in parts]
+        if role == "system" and texts:
+            texts[0] = ATTRIBUTION.sub("", texts[0])
+        yield {**normal, "content": "".join(texts)}
 
 
-def _parts(content: Any, where: str) -> Iterator[Message]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a content, and its place in the request: clients that find one there take it out and go on."""
+
+    fields: Message
+    where: str
+
+    @property
+    def type(self) -> str:
+        """One that only has text is text."""
+        return str(self.fields.get("type", "text"))
+
+    @property
+    def text(self) -> str:
+        """What it says. Raises `ChatError` for a part of another kind."""
+        kind = self.type
+        if kind not in TEXT_PARTS:
+            name = f".{kind}" if kind.isidentifier() and len(kind) <= MAX_KIND else ""
+            raise ChatError(f"{self.where}{name}: only text parts are supported, got {kind[:MAX_KIND]!r}")
+        text = self.fields.get(TEXT_PARTS[kind])
+        if not isinstance(text, str):
+            raise ChatError(f"{self.where}.{TEXT_PARTS[kind]}: must be text, got {type(text).__name__}")
+        return text
+
+
+def _parts(content: Any, where: str) -> Iterator[_Part]:
     """The parts of a content; a string is one part of text, `None` (as beside tool calls) is none."""
     if content is None or isinstance(content, str):
         if content:
-            yield {"type": "text", "text": content}
+            yield _Part({"type": "text", "text": content}, f"{where}.content")
         return
     if not isinstance(content, list | tuple):
         raise ChatError(f"{where}.content: must be a string or a list of text parts, got {type(content).__name__}")
-    for part in cast(Sequence[Any], content):
+    for number, part in enumerate(cast(Sequence[Any], content)):
+        place = f"{where}.content[{number}]"
         if not isinstance(part, str | Mapping):
-            raise ChatError(f"{where}.content: only text parts are supported, got {type(part).__name__!r}")
-        yield {"type": "text", "text": part} if isinstance(part, str) else cast(Message, part)
+            raise ChatError(f"{place}: only text parts are supported, got {type(part).__name__!r}")
+        yield _Part({"type": "text", "text": part} if isinstance(part, str) else cast(Message, part), place)
 
 
-def _type(part: Message) -> str:
-    """The type of a part; one that only has text is text."""
-    return str(part.get("type", "text"))
-
-
-def _text(part: Message, where: str) -> str:
-    kind = _type(part)
-    text = part.get(TEXT_PARTS.get(kind, ""))
-    if not isinstance(text, str):
-        known = (
-            f"only text parts are supported, got {kind!r}" if kind not in TEXT_PARTS else f"a {kind!r} part needs text"
-        )
-        raise ChatError(f"{where}.content: {known}")
-    return text
-
-
-def _results_and_text(message: dict[str, Any], parts: Sequence[Message], where: str) -> Iterator[dict[str, Any]]:
+def _results_and_text(message: dict[str, Any], parts: Sequence[_Part]) -> Iterator[dict[str, Any]]:
     """A user's message that holds results of tools: results and runs of text in their order."""
     text = ""
     for part in parts:
-        if _type(part) != "tool_result":
-            text += _text(part, where)
+        if part.type != "tool_result":
+            text += part.text
             continue
         if text:
             yield {**message, "content": text}
             text = ""
-        inner = f"{where}.content.tool_result"
-        result = "".join(_text(piece, inner) for piece in _parts(part.get("content"), inner))
-        yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result}
+        result = "".join(piece.text for piece in _parts(part.fields.get("content"), f"{part.where}.tool_result"))
+        yield {"role": "tool", "tool_call_id": part.fields.get("tool_use_id"), "content": result}
     if text:
         yield {**message, "content": text}
 
 
-def _assistant(message: dict[str, Any], parts: Sequence[Message], where: str) -> dict[str, Any]:
+def _assistant(message: dict[str, Any], parts: Sequence[_Part], where: str) -> dict[str, Any]:
     calls = list(cast(Sequence[Any], message.get("tool_calls") or ()))
     thoughts: list[str] = []
     content = ""
     for part in parts:
-        kind = _type(part)
-        if kind == "tool_use":
-            calls.append({"id": part.get("id"), "function": {"name": part.get("name"), "arguments": part.get("input")}})
-        elif kind in REASONING_PARTS:
-            field = REASONING_PARTS[kind]
-            thoughts.append(str(part.get(field) or "") if field else "")
+        fields = part.fields
+        if part.type == "tool_use":
+            function = {"name": fields.get("name"), "arguments": fields.get("input")}
+            calls.append({"id": fields.get("id"), "function": function})
+        elif part.type in REASONING_PARTS:
+            field = REASONING_PARTS[part.type]
+            thoughts.append(str(fields.get(field) or "") if field else "")
         else:
-            content += _text(part, where)
+            content += part.text
     reasoning = message.pop("reasoning", None)
     if not isinstance(message.get("reasoning_content"), str):
         message["reasoning_content"] = (

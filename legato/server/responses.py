@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -22,6 +22,7 @@ from legato.server.responses_request import ENCRYPTED, ResponseJob, ResponsesReq
 from legato.server.responses_schema import (
     FunctionToolReply,
     ItemStatus,
+    NamespaceToolReply,
     ResponseFault,
     ResponseReply,
     ResponseStatus,
@@ -117,7 +118,7 @@ class Reply:
     def __init__(self, tokenizer: Tokenizer, request: ResponsesRequest, made: ResponseJob, model: str) -> None:
         summary = None if request.reasoning is None else request.reasoning.summary
         form = ReasoningForm("content" if summary is None else "summary", ENCRYPTED in (request.include or ()))
-        self._items = Items(made.job.id.partition("_")[2], form)
+        self._items = Items(made.job.id.partition("_")[2], form, made.homes)
         self._tokenizer, self._num_top = tokenizer, made.num_top
         self._reader = None if made.num_top is None else made.job.reader()
         self.body: ResponseReply = _unanswered(request, made, model)
@@ -207,7 +208,7 @@ def _unanswered(request: ResponsesRequest, made: ResponseJob, model: str) -> Res
         "output": [],
         "usage": None,
         "instructions": request.instructions,
-        "tools": _tools(made),
+        "tools": _tools(request),
         "tool_choice": request.tool_choice or "auto",
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {
@@ -235,14 +236,25 @@ def _unanswered(request: ResponsesRequest, made: ResponseJob, model: str) -> Res
     }
 
 
-def _tools(made: ResponseJob) -> list[FunctionToolReply]:
-    return [
-        {
-            "type": "function",
-            "name": tool.name,
-            "description": tool.definition["function"].get("description"),
-            "parameters": dict(tool.parameters) or None,
-            "strict": tool.strict,
-        }
-        for tool in (made.tools.every if made.tools is not None else ())
-    ]
+def _tools(request: ResponsesRequest) -> list[FunctionToolReply | NamespaceToolReply]:
+    """As they were sent, which the request has been checked for, with what they left out."""
+    told: list[FunctionToolReply | NamespaceToolReply] = []
+    for tool in request.tools or ():
+        if tool["type"] == "namespace":
+            inner = [_function(each) for each in tool["tools"]]
+            told.append(
+                {"type": "namespace", "name": tool["name"], "description": tool.get("description"), "tools": inner}
+            )
+        else:
+            told.append(_function(tool))
+    return told
+
+
+def _function(tool: Mapping[str, Any]) -> FunctionToolReply:
+    return {
+        "type": "function",
+        "name": tool["name"],
+        "description": tool.get("description"),
+        "parameters": tool.get("parameters") or None,
+        "strict": tool.get("strict") is True,
+    }

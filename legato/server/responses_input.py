@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from legato.server.responses_tools import Home
 from legato.server.sampling_fields import NotSupported
 from legato.server.validation import MAX_ITEMS, SHOWN, RequestModel
 from legato.types import ParameterError
@@ -89,7 +90,8 @@ class InputMessage(RequestModel):
 
 
 class FunctionCall(RequestModel):
-    """A call that the assistant made. `id`, `status` and `parsed_arguments` are taken, and change nothing."""
+    """A call that the assistant made. `id`, `status` and `parsed_arguments` are taken, and change nothing. `namespace`: of the
+    function, where it has one."""
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
@@ -98,14 +100,14 @@ class FunctionCall(RequestModel):
     id: str | None = None
     status: ItemStatus | None = None
     parsed_arguments: Any = None
-    namespace: NotSupported = None
+    namespace: str | None = Field(None, min_length=1)
     caller: NotSupported = None
     async_: NotSupported = None
     is_async: NotSupported = Field(None, alias="async")
 
 
 class FunctionCallOutput(RequestModel):
-    """What a call came to. `id`, `status` and `name` are taken, and change nothing."""
+    """What a call came to. `id`, `status`, `name` and `namespace` are taken, and change nothing."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(description="Of a call before it.")
@@ -113,7 +115,7 @@ class FunctionCallOutput(RequestModel):
     id: str | None = None
     status: ItemStatus | None = None
     name: str | None = None
-    namespace: NotSupported = None
+    namespace: str | None = None
     caller: NotSupported = None
 
 
@@ -228,7 +230,8 @@ class Conversation:
                 self._turns.append(_Turn({"role": item.role, "content": _text(item.content)}, where))
             case FunctionCall():
                 self._calls[item.call_id] = len(self._calls)
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": _arguments(item, where)}}
+                name = item.name if item.namespace is None else Home(item.namespace, item.name).joined
+                call = {"id": item.call_id, "function": {"name": name, "arguments": _arguments(item, where)}}
                 self._assistant(3, where).setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():
                 if item.call_id not in self._calls:

@@ -7,7 +7,7 @@ whole reply agree. Knows nothing of requests, of the response around the items, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from legato.server.responses_schema import (
     ReasoningItem,
     TextLogprob,
 )
+from legato.server.responses_tools import Home
 
 Told = tuple[str, dict[str, Any]]
 """An event of a stream: its name without `response.`, and its body without type and number."""
@@ -50,11 +51,13 @@ class Items:
 
     Attributes:
         suffix: of the response's id; those of its items are made of it.
+        homes: of functions in namespaces, by the names that the model has for them.
         done: items that are complete, or as complete as they will be.
     """
 
     suffix: str
     form: ReasoningForm
+    homes: Mapping[str, Home]
     done: list[OutputItem] = field(default_factory=list["OutputItem"])
     _open: _Open | None = None
     _waiting: list[TextLogprob] = field(default_factory=list[TextLogprob])
@@ -189,7 +192,7 @@ class Items:
         return [("output_text.done", done), ("content_part.done", {**place, "part": part})]
 
     def _call(self, id: str, name: str) -> FunctionCallItem:
-        return {
+        item: FunctionCallItem = {
             "id": self._id("fc"),
             "type": "function_call",
             "status": "in_progress",
@@ -197,6 +200,10 @@ class Items:
             "name": name,
             "arguments": "",
         }
+        home = self.homes.get(name)
+        if home is not None:
+            item["name"], item["namespace"] = home.name, home.namespace
+        return item
 
     def _arguments_delta(self, text: str) -> Told:
         self._add(text)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
 from legato.server.answer import Answer
 from legato.server.chat import ChatError, ChatPrompt, ChatTemplate
@@ -20,6 +20,7 @@ from legato.server.chat_request import texts_in
 from legato.server.constraint import constrained
 from legato.server.generation import Job
 from legato.server.responses_input import Conversation, InputItems
+from legato.server.responses_tools import FlatTools, Home, ToolOfRequest
 from legato.server.sampling_fields import (
     NotSupported,
     ResponseGrammar,
@@ -34,20 +35,6 @@ from legato.server.validation import OnlyFalse, RequestModel, respelled
 from legato.types import MAX_LOGPROBS, ParameterError
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
-TOOL_SCHEMA: dict[str, Any] = {
-    "title": "FunctionTool",
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "name": {"type": "string"},
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"], "description": "JSON schema of the arguments."},
-        "strict": {"type": ["boolean", "null"], "description": "Whether the arguments must fit it; left out: no."},
-    },
-    "required": ["type", "name"],
-}
-FunctionTool = Annotated[dict[str, Any], WithJsonSchema(TOOL_SCHEMA)]
 
 
 class Reasoning(RequestModel):
@@ -103,7 +90,7 @@ class ResponsesRequest(SharedFields):
     max_output_tokens: int | None = Field(
         None, ge=1, le=2**31 - 1, description="Reasoning included; left out: what the context has room for."
     )
-    tools: list[FunctionTool] | None = None
+    tools: list[ToolOfRequest] | None = Field(None, description="Functions, alone or in namespaces.")
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="`none`, `auto`, `required`, one function, or `allowed_tools`."
     )
@@ -136,11 +123,14 @@ class ResponsesRequest(SharedFields):
     prompt_cache_options: NotSupported = None
     response_format: NotSupported = None
 
-    def function_tools(self) -> Tools | None:
+    def flat_tools(self) -> FlatTools:
+        """The tools in one list. Raises `ParameterError`."""
+        return FlatTools.of(self.tools or ())
+
+    def function_tools(self, flat: FlatTools) -> Tools | None:
         """The tools and which may be called. Raises `ParameterError` with the fields' names of this API."""
-        tools = [_checked(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())]
-        with _own_names():
-            return Tools.from_openai(tools, self.tool_choice, self.parallel_tool_calls)
+        with _own_names(flat):
+            return Tools.from_openai(list(flat.functions), self.tool_choice, self.parallel_tool_calls)
 
     def num_logprobs(self) -> int | None:
         """How many alternatives are wanted beside each token; `None`: no log-probabilities. Raises `ParameterError`."""
@@ -180,7 +170,8 @@ class ResponsesRequest(SharedFields):
 
     def own_names(self) -> AbstractContextManager[None]:
         """Tells what the engine refuses by the names that its fields have in this API."""
-        return _own_names(None if self.text is None or self.text.format is None else self.text.format.type)
+        kind = None if self.text is None or self.text.format is None else self.text.format.type
+        return _own_names(self.flat_tools(), kind)
 
     def text_format(self) -> dict[str, Any] | None:
         """The form of the answer, as the client said it."""
@@ -188,27 +179,14 @@ class ResponsesRequest(SharedFields):
         return None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
 
-def _checked(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool in the flat form, without its empty fields."""
-    kind = tool.get("type")
-    if kind != "function":
-        raise ParameterError(
-            f"{where}.type", f"only function tools are supported (none runs on this server), got {kind!r:.80}"
-        )
-    for name, value in tool.items():
-        if name not in TOOL_FIELDS and value is not None:
-            known = ", ".join(TOOL_FIELDS)
-            raise ParameterError(f"{where}.{name[:64]}", f"is not supported; a tool has {known}")
-    return {name: value for name, value in tool.items() if value is not None}
-
-
 @dataclass(frozen=True, slots=True)
 class ResponseJob:
-    """What a request became. `num_top`: alternatives per token of the text, `None` without log-probabilities."""
+    """What a request became. `num_top`: alternatives per token of the text, `None` without log-probabilities. `homes`: of the
+    functions in namespaces, by the names that the model has for them."""
 
     request: ResponsesRequest
     job: Job
-    tools: Tools | None
+    homes: Mapping[str, Home]
     num_top: int | None
 
 
@@ -217,11 +195,12 @@ def response_job(service: Service, request: ResponsesRequest, id: str) -> Respon
     settings, tokenizer = service.settings, service.text.tokenizer
     num_top = request.num_logprobs()
     params = request.sampling(settings.defaults, settings.limits, request.max_output_tokens)
-    tools = request.function_tools()
+    flat = request.flat_tools()
+    tools = request.function_tools(flat)
     prompt = _rendered(service, request, tools)
     ids, stop, in_reasoning = service.check_length(prompt.ids, "input"), params.stop, prompt.in_reasoning
     service.check_minimum(params.min_tokens, len(ids))
-    with _own_names():
+    with _own_names(flat):
         params = constrained(
             replace(params, logprobs=num_top, reasoning_budget=request.budget(service.template)),
             tokenizer,
@@ -238,7 +217,7 @@ def response_job(service: Service, request: ResponsesRequest, id: str) -> Respon
         timeout_s=request.deadline(settings.limits),
         cache_salt=request.cache_salt or "",
     )
-    return ResponseJob(request, job, tools, num_top)
+    return ResponseJob(request, job, flat.homes, num_top)
 
 
 def _rendered(service: Service, request: ResponsesRequest, tools: Tools | None) -> ChatPrompt:
@@ -273,7 +252,7 @@ _SPELLING = (
 _FORMAT_FIELDS = {"json_schema": ".schema", "regex": ".regex", "grammar": ".grammar"}
 
 
-def _own_names(kind: str | None = None) -> AbstractContextManager[None]:
+def _own_names(flat: FlatTools, kind: str | None = None) -> AbstractContextManager[None]:
     """Faults in fields are told by the names that they have in this API; `kind`: of the text format, which became a grammar."""
     field = "tools" if kind in (None, "text") else "text.format" + _FORMAT_FIELDS.get(kind, "")
-    return respelled((*_SPELLING, (re.compile(r"^(json_schema|regex|grammar)$"), field)))
+    return respelled((*_SPELLING, *flat.spelling(), (re.compile(r"^(json_schema|regex|grammar)$"), field)))

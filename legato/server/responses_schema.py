@@ -75,13 +75,15 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A call. `arguments` is JSON text, unfinished where the status is `incomplete`."""
+    """A call. `arguments` is JSON text, unfinished where the status is `incomplete`. `namespace`: of the function, where the
+    request put it into one."""
 
     id: str
     type: Literal["function_call"]
     status: ItemStatus
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 
@@ -96,6 +98,15 @@ class FunctionToolReply(TypedDict):
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool
+
+
+class NamespaceToolReply(TypedDict):
+    """A namespace of the request."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None
+    tools: list[FunctionToolReply]
 
 
 class ReasoningReply(TypedDict):
@@ -162,7 +173,7 @@ class ResponseReply(TypedDict):
     output: list[OutputItem]
     usage: ResponseUsage | None
     instructions: str | None
-    tools: list[FunctionToolReply]
+    tools: list[FunctionToolReply | NamespaceToolReply]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
     reasoning: ReasoningReply

@@ -21,7 +21,7 @@ from legato.server.generation import Generations
 from legato.server.metrics import Metrics
 from legato.server.settings import ServerSettings, name_of
 from legato.server.text import TextFiles, Tokenizer
-from legato.types import ParameterError
+from legato.types import ParameterError, too_long
 
 LONG_TEXT = 20_000
 """Characters from which a text is tokenized in a thread: shorter ones take less than a millisecond or two."""
@@ -127,7 +127,7 @@ class Service:
         if len(ids) >= context:
             raise ApiError(
                 400,
-                f"{field_name}: the prompt has {len(ids)} tokens; the context of {context} must also hold at least one new token",
+                f"{field_name}: {too_long(str(len(ids)), context)}",
                 param=field_name,
                 code="context_length_exceeded",
             )
@@ -150,8 +150,7 @@ class Service:
                 if count >= context:
                     raise ApiError(
                         400,
-                        f"{field_name}: the prompt has more than {count} tokens; the context of {context} must also hold at "
-                        "least one new token",
+                        f"{field_name}: {too_long(f'more than {count}', context)}",
                         param=field_name,
                         code="context_length_exceeded",
                     )

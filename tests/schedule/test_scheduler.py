@@ -262,8 +262,8 @@ def test_impossible_requests_are_refused_with_the_numbers() -> None:
     bench = Bench(replace(LIMITS, num_pages=6))
     for prompt, max_tokens, message in (
         (0, 1, "no tokens"),
-        (40, 1, "40 tokens; the context of 40"),
-        (30, 11, "more than the context of 40"),
+        (40, 1, "prompt is too long: 40 tokens > 39 maximum"),
+        (30, 11, "maximum context length is 40 tokens; the prompt has 30 and max_tokens is 11"),
         (18, 4, "grow to 22 tokens; the cache holds 20"),
         (21, None, "the cache holds 20"),
     ):

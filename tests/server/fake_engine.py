@@ -50,6 +50,9 @@ class FakeEngine:
             raise EngineFailed("the engine failed in /some/secret/path")
         if self.state == "draining":
             raise RequestRefused("draining", "", "the engine is about to stop")
+        asked = request.params.max_tokens
+        if asked is not None and len(request.prompt) + asked > self.info.context:
+            raise RequestRefused("never_fits", "max_tokens", f"the context is {self.info.context}, asked for {asked}")
         self.seen.append(request)
         self.open.add(request.id)
         is_over = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
 }
 CALL = "<tool_call>add<arg_key>a</arg_key><arg_value>7</arg_value><arg_key>b</arg_key><arg_value>x y</arg_value></tool_call>"
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "here"}, IMAGE]}
 PLAIN = "The answer is 5. <|user|>"
 THINKING = {"type": "enabled", "budget_tokens": 2000}
 
@@ -149,6 +152,18 @@ def test_ends_are_told_in_this_apis_words(server: Messages) -> None:
     assert server.message(max_tokens=5000)["stop_reason"] == "model_context_window_exceeded"
 
 
+def test_what_agents_recover_from_is_told_in_the_words_that_they_look_for(server: Messages) -> None:
+    """Claude Code takes out an image at the place that is named, and compacts a conversation by the two numbers."""
+    place = re.compile(r"messages[.[](\d+)[\].]+content[.[](\d+)[\].]+(?:tool_result[.[]content[.[]\d+[\].]+)?image")
+    for number, block in enumerate((IMAGE, RESULT)):
+        messages = [*HI, {"role": "user", "content": [*[{"type": "text", "text": "x"}] * number, block]}]
+        match = place.search(server.refusal(400, messages=messages, system="s"))
+        assert match is not None and match.groups() == ("1", str(number))
+    long = server.refusal(400, messages=[{"role": "user", "content": "many words " * 400}])
+    told = re.search(r"prompt is too long[^0-9]*(\d+) tokens > (\d+)", long)
+    assert told is not None and int(told[1]) > 512 and told[2] == "511"
+
+
 def test_a_call_that_is_cut_has_no_input_and_a_reason(server: Messages) -> None:
     server.said = CALL.removesuffix("</arg_value></tool_call>")
     ids = server.text.tokenizer.encode_template(server.said)
@@ -209,7 +224,15 @@ def test_tool_choices(server: Messages, choice: Any, tool_choice: str, parallel:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [*HI, {"role": "assistant", "content": "The"}]}, "messages[1].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}], "system": "s"},
+            "messages[0].content[0].image: only text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [RESULT]}]},
+            "messages[0].content[0].tool_result.content[1].image: only",
+        ),
+        ({"messages": [{"role": "user", "content": "many words " * 400}]}, "prompt is too long: "),
         ({"messages": [{"role": "robot", "content": "hi"}], "system": "s"}, "messages[0].role"),
         ({"system": [{"type": "image"}]}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

@@ -27,6 +27,11 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
     "strict": False,
 }
+CRM = {
+    "type": "namespace", "name": "crm", "description": "Customers.",
+    "tools": [{"type": "function", "name": "find", "description": "Finds one.", "defer_loading": False,
+               "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}],
+}  # fmt: skip
 CALL = "<tool_call>add<arg_key>a</arg_key><arg_value>7</arg_value><arg_key>b</arg_key><arg_value>x y</arg_value></tool_call>"
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
@@ -308,7 +313,7 @@ def test_a_client_that_goes_away_ends_its_request(server: Responses) -> None:
 )
 def test_tool_choices(choice: Any, wanted: Any) -> None:
     request = ResponsesRequest(input="hi", tools=[TOOL, {**TOOL, "name": "sub"}], tool_choice=choice)
-    tools = request.function_tools()
+    tools = request.function_tools(request.flat_tools())
     assert tools is not None and (tools.choice, set(tools.allowed)) == wanted
 
 
@@ -351,7 +356,15 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": [MESSAGE, {"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[1].call_id", "'c'"),
         ({"input": [MESSAGE, {**MADE, "arguments": "{"}]}, "input[1].arguments", "JSON"),
         ({"input": [MESSAGE, {**MADE, "arguments": "[]"}]}, "input[1].arguments", "object"),
-        ({"input": [MESSAGE, {**MADE, "namespace": "n"}]}, "input[1].namespace", "not supported"),
+        ({"input": [MESSAGE, {**MADE, "namespace": 3}]}, "input[1].namespace", "string"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "at least one"),
+        ({"tools": [{**CRM, "tools": [{"type": "custom", "name": "f"}]}]}, "tools[0].tools[0].type", "custom"),
+        ({"tools": [CRM, {**TOOL, "name": "crm.find"}]}, "tools[1]", "a second function"),
+
+        ({"tools": [CRM, {**TOOL, "strict": True, "parameters": {"type": "object"}}]}, "tools[1].parameters", "strict"),
+        ({"tools": [TOOL, {**CRM, "tools": [TOOL, {**TOOL, "name": "sub", "parameters": {"type": "array"}}]}]},
+         "tools[1].tools[1].parameters.type", "array"),
+        ({"tools": [CRM], "tool_choice": {"type": "function", "name": "find"}}, "tool_choice.name", "crm.find"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
         ({"background": True}, "background", "false only"),
@@ -383,6 +396,21 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 def test_bad_fields_are_named(server: Responses, fields: dict[str, Any], param: str, told: str) -> None:
     error = error_of(server.ask(**fields), 400)
     assert error["param"] == param and told in error["message"], error
+
+
+def test_functions_of_a_namespace_keep_both_their_names(server: Responses) -> None:
+    """A model sees one name and is told what the namespace is for; calls leave and come back with both names."""
+    server.said = "</think><tool_call>crm.find<arg_key>a</arg_key><arg_value>7</arg_value></tool_call><|observation|>"
+    response = server.response(tools=[TOOL, CRM])
+    (call,) = [item for item in response["output"] if item["type"] == "function_call"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("crm", "find", '{"a": 7}')
+    assert response["tools"][1]["type"] == "namespace" and response["tools"][1]["tools"][0]["name"] == "find"
+    assert "crm: Customers.\\n\\nFinds one." in server.prompt() and '"crm.find"' in server.prompt()
+    server.response(
+        input=[MESSAGE, {**call}, {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}],
+        tools=[CRM],
+    )
+    assert "<tool_call>crm.find<arg_key>a</arg_key><arg_value>7</arg_value></tool_call>" in server.prompt()
 
 
 def test_too_long_an_input_is_refused_with_both_numbers(server: Responses) -> None:

@@ -14,9 +14,11 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from legato.config import CacheConfig, Config, ConfigError, ScheduleConfig
+from legato.engine import serving
 from legato.engine.loop import Engine
 from legato.engine.messages import EngineInfo
 from legato.engine.serving import OnProgress, Served
@@ -33,7 +35,10 @@ VOCABULARY = 1000
 RAISES, SLEEPS, CRASHES = 901, 902, 903
 """Tokens of a prompt that make the device fail when it runs them."""
 OUTGROWS = "a grammar that breaks the compiler"
-SLOW, SLOW_S = "a grammar that takes long to compile", 1.5
+SLOW = "a grammar that is compiled when there is a file "
+"""And then the file's path."""
+ROOMY: dict[str, Any] = {"context": 20_000, "tokens": 80_000}
+"""Settings for requests that are `endless`."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,12 @@ class ToyRunner:
 
     def __init__(self, limits: Limits, pace_s: float) -> None:
         self.grammars = None
-        self._has_compiled = False
         self._device, self._luck, self._pace_s = Device(limits), random.Random(0), pace_s
 
     def check(self, params: SamplingParams) -> None:
-        if params.grammar == SLOW and not self._has_compiled:
-            self._has_compiled = True
-            time.sleep(SLOW_S)
+        if params.grammar is not None and params.grammar.startswith(SLOW):
+            while not Path(params.grammar.removeprefix(SLOW)).exists():
+                time.sleep(0.005)
         if params.grammar == OUTGROWS:
             raise ZeroDivisionError("no such production")
 
@@ -107,6 +111,12 @@ def assemble(config: Config, progress: OnProgress, engine: type[Engine] = Engine
         "toy", "", "none", limits.context, 2048, DRAFTS, limits.max_running, VOCABULARY, 0.0, "none", "none"
     )
     return Served(built, info, NoProfiler())
+
+
+def talkative(config: Config, progress: OnProgress) -> Served:
+    """It reports ten times a second, so that silence is told from a machine that others use."""
+    serving.REPORT_S = serving.IDLE_REPORT_S = 0.1
+    return assemble(config, progress)
 
 
 def livelocked(config: Config, progress: OnProgress) -> Served:
@@ -170,6 +180,11 @@ def request(
 def long(seed: int = 1, **fields: Any) -> GenerationRequest:
     """A request that goes on until the context is full."""
     return replace(request(seed=seed, **fields), stop_ids=(), params=SamplingParams(max_tokens=CONTEXT - 3))
+
+
+def endless(seed: int = 1, **fields: Any) -> GenerationRequest:
+    """A request that goes on until somebody ends it, for all that a test cares: thousands of iterations. Needs `ROOMY`."""
+    return replace(request(seed=seed, **fields), stop_ids=(), params=SamplingParams(max_tokens=ROOMY["context"] - 9))
 
 
 def expected(asked: GenerationRequest) -> list[int]:

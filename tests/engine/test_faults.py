@@ -16,17 +16,30 @@ import pytest
 from legato.server.client import GRACE_S, EngineClient, EngineFailed
 from legato.types import SamplingParams
 from tests.engine import standin
-from tests.engine.standin import at_work, expected, long, request, run, running, settings, tokens_of
+from tests.engine.standin import (
+    ROOMY,
+    at_work,
+    endless,
+    expected,
+    long,
+    request,
+    run,
+    running,
+    settings,
+    tokens_of,
+)
 from tests.processes import children_of, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEN_S = 2.0
-"""A crash or a kill is seen within this time."""
+SEEN_S = 20.0
+"""A crash or a kill is seen within this time on any machine: without being seen, nothing would be told for a minute."""
+STALL_S = 2.0
+"""Far more than between two signs of life of an engine that is `talkative`."""
 
 
 async def working(client: EngineClient, count: int = 3) -> list[asyncio.Task[tuple[list[int], str]]]:
     """That many requests, all of which run."""
-    readers = [asyncio.create_task(tokens_of(client, long(n))) for n in range(count)]
+    readers = [asyncio.create_task(tokens_of(client, endless(n + 1))) for n in range(count)]
     await at_work(client, count)
     return readers
 
@@ -39,8 +52,7 @@ async def all_fail(
     ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), within_s)
     for end in ends:
         assert isinstance(end, EngineFailed) and match in str(end)
-    await asyncio.wait_for(client.failed.wait(), 0.1)
-    assert client.state == "failed" and match in client.failure
+    assert client.failed.is_set() and client.state == "failed" and match in client.failure
     with pytest.raises(EngineFailed, match=match):
         await tokens_of(client, request())
     with pytest.raises(EngineFailed, match=match):
@@ -54,7 +66,7 @@ async def all_fail(
 
 def test_engine_killed() -> None:
     async def test() -> None:
-        async with running(settings(0.05)) as client:
+        async with running(settings(0.05, **ROOMY)) as client:
             readers = await working(client)
             os.kill(client.pid, signal.SIGKILL)
             await all_fail(client, readers, "was killed by SIGKILL", SEEN_S)
@@ -76,10 +88,12 @@ def test_engine_killed_while_idle() -> None:
 @pytest.mark.parametrize("work", [True, False])
 def test_engine_frozen(work: bool) -> None:
     async def test() -> None:
-        async with running(settings(0.05), stall_s=1.0) as client:
+        async with running(settings(0.05, **ROOMY), stall_s=STALL_S, kind="talkative") as client:
             readers = await working(client) if work else []
+            await asyncio.sleep(0 if work else STALL_S / 2)
+            assert client.state == "ready"
             os.kill(client.pid, signal.SIGSTOP)
-            await asyncio.wait_for(client.failed.wait(), 1.0 + SEEN_S)
+            await asyncio.wait_for(client.failed.wait(), STALL_S + SEEN_S)
             await all_fail(client, readers, "nothing was heard of it", SEEN_S)
 
     run(test())
@@ -87,10 +101,10 @@ def test_engine_frozen(work: bool) -> None:
 
 def test_a_turn_that_never_ends() -> None:
     async def test() -> None:
-        async with running(settings(0.05), stall_s=1.0) as client:
+        async with running(settings(0.05, **ROOMY), stall_s=STALL_S, kind="talkative") as client:
             readers = await working(client, 2)
             readers.append(asyncio.create_task(tokens_of(client, request((standin.SLEEPS, 1)))))
-            await all_fail(client, readers, "stalled", 1.0 + SEEN_S)
+            await all_fail(client, readers, "stalled", STALL_S + SEEN_S)
 
     run(test())
 
@@ -110,22 +124,26 @@ def test_long_work_is_no_stall() -> None:
     """No token for longer than the limit, but one chunk of a prompt after the other; then nothing to do for as long."""
 
     async def test() -> None:
-        async with running(settings(0.1, chunk_tokens=1), stall_s=1.2) as client:
-            asked = request(tuple(n % 3 for n in range(16)), max_tokens=3)
+        async with running(settings(0.1, chunk_tokens=1), stall_s=STALL_S, kind="talkative") as client:
+            asked = request(tuple(n % 3 for n in range(24)), max_tokens=3)
             started = time.monotonic()
             async for gained in client.generate(asked):
-                assert not gained.tokens or time.monotonic() - started > 1.2
-            await asyncio.sleep(1.5)
+                assert not gained.tokens or time.monotonic() - started > STALL_S
+            await asyncio.sleep(1.2 * STALL_S)
             assert client.state == "ready"
 
     run(test())
 
 
-def test_a_grammar_that_takes_long_to_compile_is_no_stall() -> None:
+def test_a_grammar_that_takes_long_to_compile_is_no_stall(tmp_path: Path) -> None:
     async def test() -> None:
-        async with running(settings(0.02), stall_s=1.3) as client:
-            asked = request(params=SamplingParams(max_tokens=4, grammar=standin.SLOW))
-            assert (await tokens_of(client, asked))[1] in ("length", "stop")
+        async with running(settings(0.02), stall_s=STALL_S, kind="talkative") as client:
+            asked = request(params=SamplingParams(max_tokens=4, grammar=f"{standin.SLOW}{tmp_path / 'compiled'}"))
+            reader = asyncio.create_task(tokens_of(client, asked))
+            await asyncio.sleep(1.2 * STALL_S)
+            assert client.state == "ready" and not reader.done()
+            (tmp_path / "compiled").touch()
+            assert (await reader)[1] in ("length", "stop")
             assert client.state == "ready"
 
     run(test())
@@ -133,11 +151,11 @@ def test_a_grammar_that_takes_long_to_compile_is_no_stall() -> None:
 
 def test_a_blocked_event_loop_is_not_the_engines_fault() -> None:
     async def test() -> None:
-        async with running(settings(0.02), stall_s=1.0) as client:
+        async with running(settings(0.02), stall_s=STALL_S, kind="talkative") as client:
             reader = asyncio.create_task(tokens_of(client, long()))
             await asyncio.sleep(0.1)
             os.kill(client.pid, signal.SIGSTOP)
-            time.sleep(1.6)  # as a suspended machine would, for both of us
+            time.sleep(1.3 * STALL_S)  # as a suspended machine would, for both of us
             os.kill(client.pid, signal.SIGCONT)
             assert (await reader)[0] == expected(long())
             assert client.state == "ready"
@@ -148,14 +166,14 @@ def test_a_blocked_event_loop_is_not_the_engines_fault() -> None:
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_exception_in_a_step(overlap: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The memory of the device may hold anything now: all that is open fails, those that wait too, and the process ends."""
-    config = settings(0.05, max_running=2)
+    config = settings(0.05, max_running=2, **ROOMY)
     config = replace(config, execution=replace(config.execution, overlap=overlap))
 
     async def test() -> None:
         async with running(config) as client:
             readers = await working(client, 2)
             bad = request((1, standin.RAISES), priority=1)
-            waiting = [asyncio.create_task(tokens_of(client, one)) for one in (bad, long(3), long(4))]
+            waiting = [asyncio.create_task(tokens_of(client, one)) for one in (bad, endless(3), endless(4))]
             await asyncio.sleep(0.1)
             assert client.state == "ready"  # the bad one has no row yet
             await client.abort(next(iter(client._open)))
@@ -169,7 +187,7 @@ def test_exception_in_a_step(overlap: str, capfd: pytest.CaptureFixture[str]) ->
 
 def test_a_crash_in_a_step_leaves_its_place_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
-        async with running(settings(0.05)) as client:
+        async with running(settings(0.05, **ROOMY)) as client:
             readers = await working(client, 2)
             readers.append(asyncio.create_task(tokens_of(client, request((standin.CRASHES,)))))
             await all_fail(client, readers, "was killed by SIGSEGV", SEEN_S)
@@ -181,7 +199,7 @@ def test_a_crash_in_a_step_leaves_its_place_in_the_log(capfd: pytest.CaptureFixt
 
 def test_the_engine_reads_what_is_no_message() -> None:
     async def test() -> None:
-        async with running(settings(0.05)) as client:
+        async with running(settings(0.05, **ROOMY)) as client:
             readers = await working(client, 2)
             client._write(b"\0\0\0\3abc")
             await all_fail(client, readers, "MessageError: a frame of 3 bytes is no message", SEEN_S)
@@ -191,10 +209,8 @@ def test_the_engine_reads_what_is_no_message() -> None:
 
 
 def test_the_engine_writes_what_is_no_message() -> None:
-    started = time.monotonic()
     with pytest.raises(EngineFailed, match="does not speak the protocol: a frame of 5 bytes"):
         run(start("babbling"))
-    assert time.monotonic() - started < 30
 
 
 async def start(kind: str, module: str = standin.__name__) -> None:
@@ -305,5 +321,5 @@ def test_signals_are_for_the_server() -> None:
         os.kill(child, signal.SIGINT)
         os.killpg(parent.pid, signal.SIGINT)
         assert parent.stdout.readline().split() == ["0", "length", "True", "closed"]
-        assert parent.wait(10) == 0
+        assert parent.wait(60) == 0
         assert not is_alive(child)

@@ -191,12 +191,13 @@ def test_killed_at_work(process: Process, held_out: list[tuple[int, ...]]) -> No
     client = process.client
 
     async def kill() -> None:
-        asked = [GenerationRequest(prompt[:50], GREEDY) for prompt in held_out[:3]]
+        endless = replace(GREEDY, max_tokens=120, ignore_eos=True)
+        asked = [GenerationRequest(prompt[:50], endless) for prompt in held_out[:3]]
         readers = [asyncio.create_task(ask(client, one)) for one in asked]
         while not (await client.report()).running:
             await asyncio.sleep(0.01)
         os.kill(client.pid, signal.SIGKILL)
-        ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), 2.0)
+        ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), 20.0)
         assert all(isinstance(end, EngineFailed) and "SIGKILL" in str(end) for end in ends)
 
     process.run(kill())

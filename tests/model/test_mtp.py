@@ -21,9 +21,6 @@ from legato.runtime.rows import Rows
 from legato.runtime.runner import Runner
 from tests.tiny import save_checkpoint, tiny_config, tiny_tensors
 
-transformers = pytest.importorskip("transformers")
-modeling = pytest.importorskip("transformers.models.glm_moe_dsa.modeling_glm_moe_dsa")
-
 K = 5
 EPS = 1e-5
 MTP = "model.layers.7."
@@ -33,11 +30,13 @@ class Oracle:
     """transformers' decoder layer with the MTP layer's weights, and the formulas around it."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        # Here: every process that collects tests would import it.
+        modeling = pytest.importorskip("transformers.models.glm_moe_dsa.modeling_glm_moe_dsa")
         raw = tiny_config()
         raw["num_hidden_layers"] += 1
         raw["indexer_types"] = [*raw["indexer_types"], "full"]
         raw["mlp_layer_types"] = ["dense"] * 2 + ["sparse"] * 6
-        self.config = transformers.GlmMoeDsaConfig(**{k: v for k, v in raw.items() if k != "architectures"})
+        self.config = modeling.GlmMoeDsaConfig(**{k: v for k, v in raw.items() if k != "architectures"})
         self.config._attn_implementation = self.config._experts_implementation = "eager"
         self.layer = modeling.GlmMoeDsaDecoderLayer(self.config, 7).eval().float()
         self.rotary = modeling.GlmMoeDsaRotaryEmbedding(config=self.config)

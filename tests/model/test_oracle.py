@@ -20,8 +20,6 @@ from legato.runtime.batch import build_batch
 from legato.runtime.runner import Runner
 from tests.tiny import tiny_config
 
-transformers = pytest.importorskip("transformers")
-
 LENGTH = 200
 TOLERANCE = 1e-4
 
@@ -35,6 +33,7 @@ class Oracle:
     """A random transformers model with every norm and bias randomised, and its checkpoint on disk."""
 
     def __init__(self, folder: Path) -> None:
+        transformers = pytest.importorskip("transformers")  # here: every process that collects tests would import it
         torch.manual_seed(7)
         config = transformers.GlmMoeDsaConfig(**{k: v for k, v in oracle_config().items() if k != "architectures"})
         config._attn_implementation = "eager"

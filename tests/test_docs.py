@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,12 @@ def test_command_reference_is_the_generated_one(tmp_path: Path) -> None:
     ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     assert page.read_text() == (ROOT / "docs" / "cli.md").read_text()
+
+
+def test_the_map_of_the_server_names_every_file() -> None:
+    page = (ROOT / "docs" / "request.md").read_text()
+    named = re.findall(r"`([\w*]+)/?`", page.partition("The server's files")[2].partition("In code")[0])
+    files = {path.stem for path in (ROOT / "legato" / "server").iterdir() if not path.stem.startswith("__")}
+    listed = {name: {file for file in files if fnmatchcase(file, name)} for name in named}
+    assert files == set().union(*listed.values())
+    assert all(found for name, found in listed.items() if not name.startswith("*")), "a name without a file"

@@ -20,6 +20,10 @@ ANY_VALUE = "TEXT?"
 ANY_ARGUMENTS = f"({KEY} KEY {END_KEY} {VALUE} {ANY_VALUE} {END_VALUE})*"
 """Arguments of any name and value."""
 NO_ARGUMENTS = '""'
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+)
+"""Keywords that allow and forbid nothing."""
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as chat templates write it, and so as the model has seen it."""
 
@@ -133,7 +137,7 @@ class _Translation:
             return
         schema = cast(Schema, schema)
         if "string" not in types:
-            yield json_rule(schema, self._root)
+            yield json_rule(_bare(schema), self._root)
         elif "$ref" in schema:
             yield from self._alternatives(resolve(schema["$ref"], self._root), depth + 1)
         elif "const" in schema or isinstance(schema.get("enum"), list):
@@ -147,7 +151,7 @@ class _Translation:
         else:
             yield self._text(schema)
             if others := sorted(types - {"string"}):
-                yield json_rule({**schema, "type": others}, self._root)
+                yield json_rule({**_bare(schema), "type": others}, self._root)
 
     def _text(self, schema: Schema) -> str:
         """Text as it is, within the bounds that the schema sets."""
@@ -167,6 +171,11 @@ class _Translation:
         name = f"{self._prefix.upper()}_{len(self._terminals)}"
         self._terminals.append(f"{name}: {' & '.join(parts)}")
         return name
+
+
+def _bare(schema: Schema) -> Schema:
+    """A schema without what it says to people: then those of many arguments are the same."""
+    return {key: value for key, value in schema.items() if key not in ANNOTATIONS}
 
 
 def _merged(schema: Schema) -> Schema:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 from llguidance import LLMatcher
@@ -27,6 +28,9 @@ from legato.server.text import Tokenizer
 from legato.server.tool_call import CALL, CALL_TAGS, END_CALL
 from legato.server.tools import Tool, Tools
 from legato.types import Grammar, ParameterError, SamplingParams
+
+MAX_KEPT = 4096
+"""Characters up to which a grammar's verdict is remembered."""
 
 
 def constrained(
@@ -111,9 +115,21 @@ def answer_format(value: Any) -> Grammar | None:
 def checked(rule: str, name: str, terminals: Sequence[str] = ()) -> None:
     """Refuses the right side of a grammar rule that cannot be compiled: `ParameterError` for the field `name`."""
     text = "\n".join((f"start: {rule}", *terminals, *TERMINALS))
+    fault = _known_fault(text) if len(text) <= MAX_KEPT else _fault(text)
+    if fault:
+        raise ParameterError(name, f"cannot be enforced: {fault}")
+
+
+def _fault(text: str) -> str:
+    """Why a grammar cannot be compiled; empty where it can."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(text))
-    if is_error:
-        raise ParameterError(name, f"cannot be enforced: {messages[0].splitlines()[0]}")
+    return messages[0].splitlines()[0] if is_error else ""
+
+
+@lru_cache(maxsize=4096)
+def _known_fault(text: str) -> str:
+    """The same, remembered: agents send the same tools with every request."""
+    return _fault(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +148,11 @@ def _calls(tools: Tools, *, has_format: bool) -> _Calls | None:
     if tools.choice == "none" or (tools.choice == "auto" and is_free and not has_format):
         return None
     rules: list[str] = []
+    names: dict[str, str] = {}
     for number, tool in callable_tools:
         arguments = ANY_ARGUMENTS
         if tool.strict or tools.choice == "required":
-            arguments = _arguments(tool, number, rules)
+            arguments = _arguments(tool, number, rules, names)
         rules.append(f"call_{number}: {CALL} {json.dumps(tool.name)} {arguments} {END_CALL}")
     rules.append("call: " + " | ".join(f"call_{number}" for number, _ in callable_tools))
     several = "call+" if tools.parallel else "call"
@@ -144,8 +161,9 @@ def _calls(tools: Tools, *, has_format: bool) -> _Calls | None:
     return _Calls(tuple(rules), "TEXT? (call TEXT?)*" if tools.parallel else "TEXT? call?", several)
 
 
-def _arguments(tool: Tool, number: int, rules: list[str]) -> str:
-    """Adds the rules of a tool's arguments and returns what stands for them in a call.
+def _arguments(tool: Tool, number: int, rules: list[str], names: dict[str, str]) -> str:
+    """Adds the rules of a tool's arguments and returns what stands for them in a call. `names`: of values by their right sides:
+    arguments of many tools are of few kinds, and each kind is compiled once.
 
     What cannot be put into a grammar is refused for a strict tool, and free for others: only `strict` promises the schema.
     """
@@ -161,9 +179,13 @@ def _arguments(tool: Tool, number: int, rules: list[str]) -> str:
             raise ParameterError(path, "cannot be enforced: with strict, it must list the arguments as properties")
         return ANY_ARGUMENTS
     for value in grammar.values:
+        if value.rule in names:
+            rules.append(f"{value.name}: {names[value.rule]}")
+            continue
         try:
             checked(value.rule, f"{path}.properties.{value.argument}", value.terminals)
             rules += [f"{value.name}: {value.rule}", *value.terminals]
+            names[value.rule] = value.name
         except ParameterError:
             if tool.strict:
                 raise

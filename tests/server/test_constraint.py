@@ -83,6 +83,33 @@ def grammar_of(shipped: Tokenizer, tools: Tools | None, response_format: Any = N
     return constrained(PLAIN, shipped, in_reasoning=False, tools=tools, response_format=response_format).constraint
 
 
+def test_arguments_of_a_kind_are_one_rule_whatever_they_are_for(shipped: Tokenizer, grammars: Grammars) -> None:
+    """Agents bring tools by the hundred: spelled out for each argument their grammar would be larger than may be compiled."""
+    point = {
+        "type": "object",
+        "properties": {"x": {"type": "string"}, "title": {"type": "number"}},
+        "required": ["title"],
+    }
+    kinds: list[Any] = [
+        {"type": "string"},
+        {"type": "integer"},
+        {"type": "array", "items": point},
+        {"type": ["null", "string"]},
+    ]
+
+    def function(number: int) -> dict[str, Any]:
+        properties = {f"a{k}": {**kinds[k % 4], "description": f"{number}, {k}"} for k in range(8)}
+        return {"type": "function", "function": {"name": f"f{number}", "parameters": {"properties": properties}}}
+
+    grammar = grammar_of(shipped, Tools.from_openai([function(number) for number in range(40)], "required"))
+    assert grammar is not None and grammar.text.count("%json") == 2 and "description" not in grammar.text
+    call = "<tool_call>f39<arg_key>a6</arg_key><arg_value>{}</arg_value></tool_call>"
+    assert fits(grammars, shipped, grammar, call.format('[{"title": 1}]'))
+    assert not fits(grammars, shipped, grammar, call.format('[{"x": "y"}]')), (
+        "a property may be called as an annotation is"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "right"),
     [

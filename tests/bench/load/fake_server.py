@@ -1,6 +1,6 @@
 """A server whose timings are known: it speaks the standard fields of the protocol and waits as it is told.
 
-Plain asyncio, in a thread of its own: what the client measures does not share an event loop with what it is measured against.
+Plain asyncio. In a thread of its own (`with`), or in the event loop of its client (`async with`), where both have one clock.
 """
 
 from __future__ import annotations
@@ -42,19 +42,30 @@ class FakeServer:
     """Use as a context manager; `url` is where it listens."""
 
     def __init__(self, script: Script) -> None:
-        self.script, self.seen, self.url = script, [], ""
+        self.script, self.seen, self.url = script, list[Seen](), ""
         self.drafts = self.accepted = 0
+        self._connections = set[asyncio.Task[None]]()
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
+
+    async def __aenter__(self) -> FakeServer:
+        self._task = asyncio.create_task(self._serve())
+        while not self._ready.is_set():
+            await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        await self._task
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())
@@ -62,14 +73,19 @@ class FakeServer:
 
     async def _serve(self) -> None:
         self._stop, self._turn = asyncio.Event(), asyncio.Lock()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         await self._stop.wait()
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in self._connections:
             task.cancel()
-        await asyncio.sleep(0)
+        await asyncio.gather(*self._connections)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._connection(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

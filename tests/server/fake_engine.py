@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from legato.engine.messages import Counters, EngineInfo, Progress, PromptLogprobs, Report
 from legato.server.client import EngineFailed, GenerationRequest, RequestRefused
 from legato.types import Stats, TokenLogprob
 
-Script = Callable[[GenerationRequest], Sequence[Sequence[int]]]
+Script = Callable[[GenerationRequest], Iterable[Sequence[int]]]
 
 
 class FakeEngine:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -41,7 +43,7 @@ class Server:
             return create_app(self.engine, text, settings, self.metrics), end  # type: ignore[arg-type]
 
         self.live = Live(start)
-        self.http = httpx2.Client(base_url=self.live.url, timeout=20)
+        self.http = httpx2.Client(base_url=self.live.url, timeout=120)
 
     def _script(self, request: GenerationRequest) -> Sequence[Sequence[int]]:
         """What is said behind the prompt: its `<think>` stands in the prompt already."""
@@ -76,6 +78,31 @@ class Server:
     def close(self) -> None:
         self.http.close()
         self.live.close()
+
+
+@contextmanager
+def aborting(server: Server, steps: int) -> Iterator[None]:
+    """Everything that runs is aborted by an operator once a request has gone so many steps."""
+    script, taken = server.engine.script, threading.Event()
+
+    def watched(request: GenerationRequest) -> Iterator[Sequence[int]]:
+        for number, step in enumerate(script(request)):
+            if number == steps:
+                taken.set()
+            yield step
+
+    def abort() -> None:
+        assert taken.wait(60)
+        httpx2.post(f"{server.live.url}/abort_request", json={"abort_all": True}, timeout=60)
+
+    server.engine.script, operator = watched, threading.Thread(target=abort)
+    operator.start()
+    try:
+        yield
+    finally:
+        taken.set()
+        operator.join()
+        server.engine.script = script
 
 
 def error_of(reply: httpx2.Response, status: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from legato.server.client import EngineFailed, RequestRefused
 from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
-from tests.server.scripted import Server, named_events
+from tests.server.scripted import Server, aborting, named_events
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {
@@ -277,13 +277,9 @@ def test_faults_come_in_this_apis_form(server: Messages) -> None:
 def test_an_aborted_answer_is_no_answer(server: Messages) -> None:
     """Where an operator aborts, this API has no stop reason: the error says so."""
     server.engine.step_s = 0.05
-    server.said = "<think>" + "on and on " * 60
-    import threading
-
-    timer = threading.Timer(0.3, lambda: server.http.post("/abort_request", json={"abort_all": True}))
-    timer.start()
-    assert "aborted" in server.refusal(503, max_tokens=300)
-    timer.join()
+    server.said = "<think>" + "on and on " * 200
+    with aborting(server, 2):
+        assert "aborted" in server.refusal(503, max_tokens=400)
 
 
 def test_a_fault_within_a_stream_names_its_request(server: Messages) -> None:

@@ -142,10 +142,11 @@ def test_bad_fields_are_named_and_harm_nobody(http: httpx2.Client) -> None:
     ],
 )  # fmt: skip
 def test_bad_bodies_are_400_and_quick(http: httpx2.Client, body: bytes, words: str) -> None:
-    start = time.monotonic()
     reply = http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text[:300]
-    assert time.monotonic() - start < 10
+    assert reply.elapsed.total_seconds() < 60, (
+        "a second on a quiet machine; none of them may take longer the longer it is"
+    )
     assert http.get("/health").status_code == 200
 
 
@@ -161,7 +162,7 @@ def test_ten_megabytes_of_prompt_are_refused_by_their_length(http: httpx2.Client
 
 
 def test_gauges_are_empty_at_the_end(http: httpx2.Client) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (state := http.get("/server_info").json()["internal_states"][0])["running"] or state["waiting"]:
         assert time.monotonic() < end
         time.sleep(0.05)

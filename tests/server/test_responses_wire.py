@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from legato.server.service import ModelText
 from legato.server.settings import ServerSettings
 from legato.server.sse import fault_event
 from legato.server.validation import known_fields
-from tests.server.scripted import Server, error_of, named_events
+from tests.server.scripted import Server, aborting, error_of, named_events
 
 TOOL = {
     "type": "function",
@@ -268,11 +267,9 @@ def test_ends_are_told_in_this_apis_words(server: Responses) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_an_answer_that_is_aborted_has_failed(server: Responses, is_streamed: bool) -> None:
     server.engine.step_s = 0.05
-    server.said = "<think>" + "on and on " * 60
-    timer = threading.Timer(0.4, lambda: server.http.post("/abort_request", json={"abort_all": True}))
-    timer.start()
-    response = server.events()[-1]["response"] if is_streamed else server.response()
-    timer.join()
+    server.said = "<think>" + "on and on " * 200
+    with aborting(server, 2):
+        response = server.events()[-1]["response"] if is_streamed else server.response()
     assert response["status"] == "failed" and "aborted" in response["error"]["message"]
     assert response["output"][0]["status"] == "incomplete", "what was said is told"
 
@@ -292,10 +289,10 @@ def test_faults_before_the_answer_have_a_status_and_later_ones_an_event(server: 
 
 def test_a_client_that_goes_away_ends_its_request(server: Responses) -> None:
     server.engine.step_s = 0.02
-    server.said = "<think>" + "on and on " * 200
+    server.said = "<think>" + "on and on " * 600
     with server.http.stream("POST", "/v1/responses", json={"input": "hi", "stream": True}) as reply:
         next(reply.iter_lines())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not server.engine.left and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.engine.left and not server.engine.open

@@ -176,7 +176,7 @@ def test_import_leaves_torch_out(module: str) -> None:
     if not (path.with_suffix(".py").exists() or (path / "__init__.py").exists()):
         pytest.skip(f"{module} does not exist yet")
     code = f"import sys, {module}; sys.exit(' '.join({{'torch', 'transformers'}} & set(sys.modules)) or 0)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr
 
 

@@ -177,7 +177,7 @@ def test_command_reference_is_the_generated_one(tmp_path: Path) -> None:
         "--output",
         str(page),
     ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=400)
     assert page.read_text() == (ROOT / "docs" / "cli.md").read_text()
 
 

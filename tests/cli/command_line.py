@@ -100,6 +100,6 @@ def started(*arguments: str, stdin: str = "", **environment: str) -> Ran:
     """The command in an interpreter of its own, as a user starts it."""
     result = subprocess.run(
         [sys.executable, "-m", "legato", *arguments],
-        input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200", **environment},
+        input=stdin, capture_output=True, text=True, timeout=400, env={**os.environ, "COLUMNS": "200", **environment},
     )  # fmt: skip
     return Ran(result.returncode, result.stdout, result.stderr)

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import children_of
+from tests.processes import children_of, processor_seconds_of_children
 from tests.server import chromium
 
 pytestmark = pytest.mark.full
@@ -92,12 +91,6 @@ class Served:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
-
-
-def processor_seconds_of_children() -> float:
-    """Of children that have ended: time of the clock says nothing on a machine that others use."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def free_port() -> int:

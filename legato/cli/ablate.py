@@ -32,6 +32,7 @@ from legato.cli.slice import (
     share_of,
     trace_case,
 )
+from legato.cli.tables import table
 from legato.config import ConfigError
 from legato.engine.start import targets_of
 from legato.ops import bind
@@ -99,11 +100,9 @@ def _words(one: Ablation) -> str:
 
 
 def _table(found: Sequence[Ablation]) -> Table:
-    table = Table("taken away", "in its place", "context", "ms", "times", "draft step, us", box=None)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    shown = table(("taken away", "in its place"), ("context", "ms", "times", "draft step, us"))
     for one in found:
-        table.add_row(
+        shown.add_row(
             one.decision,
             one.variant,
             f"{one.context:,}",
@@ -111,7 +110,7 @@ def _table(found: Sequence[Ablation]) -> Table:
             f"{one.times:.3f}",
             "" if one.draft_step_us is None else f"{one.draft_step_us:.1f}",
         )
-    return table
+    return shown
 
 
 def _published(found: Sequence[Ablation]) -> str:

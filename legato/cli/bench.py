@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from legato.bench.collective import measure_ranks
 from legato.bench.ops import BenchError, Figure, chosen, measure
 from legato.bench.record import MEASURED_BANDWIDTH, Setting, append
+from legato.cli.tables import table
 from legato.config import ConfigError
 
 _NUMBERS = ("us", "p20", "p80", "isolated", "GB/s", "% roofline")
@@ -50,16 +50,13 @@ def bench_ops(
     console.print(_heading(setting, device), style="dim", highlight=False)
     lines: list[dict[str, Any]] = []
     for op, of_one_op in itertools.groupby(figures, lambda figure: figure.case.op.name):
-        table = Table(op, *_NUMBERS, "", box=None)
-        table.columns[0].no_wrap = True
-        for column in table.columns[1 : 1 + len(_NUMBERS)]:
-            column.justify = "right"
+        shown = table((op,), _NUMBERS, "")
         for figure in of_one_op:
             lines.append(figure.fields(setting.gpu))
-            table.add_row(*_cells(figure, setting.gpu))
+            shown.add_row(*_cells(figure, setting.gpu))
             if path is not None:
                 append(path, lines[-1:], setting)
-        console.print(table)
+        console.print(shown)
     return lines
 
 
@@ -75,17 +72,15 @@ def bench_ranks(folders: Sequence[str], num_ranks: int, path: Path | None) -> bo
     console.print(
         f"{num_ranks} x {setting.gpu}, driver {setting.driver}, {setting.clocks}", style="dim", highlight=False
     )
-    table = Table("", "", "by", "rows", "us", "p20", "p80", "p99", box=None)
-    for column in table.columns[3:]:
-        column.justify = "right"
+    listed = table(("", "", "by"), ("rows", "us", "p20", "p80", "p99"))
     for figure in figures:
         times = (figure.median_us, figure.p20_us, figure.p80_us, figure.p99_us)
         shown = [f"{us:.2f}" for us in times] if figure.fault is None else [f"WRONG: {figure.fault}"]
         where = figure.where if figure.where == "alone" else f"added to a {figure.where}"
-        table.add_row(figure.op, where, figure.implementation, str(figure.rows), *shown)
+        listed.add_row(figure.op, where, figure.implementation, str(figure.rows), *shown)
         if path is not None:
             append(path, [figure.fields()], setting)
-    console.print(table)
+    console.print(listed)
     return all(figure.fault is None for figure in figures)
 
 

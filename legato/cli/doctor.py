@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from rich.console import Console
-from rich.table import Table
 
 from legato.bench.doctor import Finding, OpHealth, health, machine
 from legato.cli.bench import device_named
+from legato.cli.tables import table
 from legato.config import ConfigError
 from legato.ops.catalog import FOLDERS
 from legato.ops.op import registered
@@ -59,16 +59,12 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def _show_ops(console: Console, ops: Sequence[OpHealth]) -> None:
-    table = Table(box=None)
-    for heading in ("op", "runs here", "right"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("us", justify="right", no_wrap=True)
-    if roofline := any(one.roofline_percent is not None for one in ops):
-        table.add_column("% roofline", justify="right", no_wrap=True)
-    table.add_column("timed on")
+    roofline = any(one.roofline_percent is not None for one in ops)
+    shown = table(("op", "runs here"), ("right", "us", *(("% roofline",) if roofline else ())), "timed on")
+    shown.columns[0].no_wrap = shown.columns[1].no_wrap = True
     for one in ops:
         right = f"{one.num_cases - len(one.wrong)} of {one.num_cases}"
-        table.add_row(
+        shown.add_row(
             one.name,
             one.implementation,
             right if not one.wrong else f"[red]{right}[/]",
@@ -76,7 +72,7 @@ def _show_ops(console: Console, ops: Sequence[OpHealth]) -> None:
             *([f"{one.roofline_percent:.0f}" if one.roofline_percent is not None else ""] if roofline else []),
             one.timed.name.removeprefix(one.name).strip(),
         )
-    console.print(table)
+    console.print(shown)
     for one in ops:
         for fault in one.wrong:
             console.print(f"[red]wrong[/]  {fault}", highlight=False)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from legato.bench import isl, lines, pareto, timeline
 from legato.bench.load.endpoint import Endpoint
@@ -22,6 +21,7 @@ from legato.bench.memory import read_bytes_per_s
 from legato.bench.record import MEASURED_BANDWIDTH, Setting, append, without_nan
 from legato.bench.roofline import Traffic, traffic
 from legato.cli.bench import device_named
+from legato.cli.tables import table
 from legato.config import Config
 from legato.engine.start import open_checkpoint
 from legato.llm import LLM
@@ -47,16 +47,15 @@ async def _sweep(
     if not endpoint.url:
         roofline = _roofline(open_checkpoint(config.model), device, config.execution.threads or torch.get_num_threads())
     setting = Setting.here(device)
-    table = Table(
-        "K", "users", "tokens/s of one", "tokens/s per device", "accept length", "TTFT p50, ms", "failed", box=None
-    )
+    rates = ("tokens/s of one", "tokens/s per device", "accept length")
+    shown = table((), ("K", "users", *rates, "TTFT p50, ms", "failed"))
     found: list[dict[str, Any]] = []
     async for point in pareto.measure(endpoint, load, sweep, arguments, lambda step: console.print(step, style="dim")):
         line = _pareto_line(point, roofline)
         append(path, [line], setting)
         found.append(line)
         ttft = point.result.summary.ttft.p50
-        table.add_row(
+        shown.add_row(
             "-" if point.num_drafts is None else str(point.num_drafts),
             str(point.concurrency),
             _number(point.user_tokens_per_s),
@@ -65,7 +64,7 @@ async def _sweep(
             _number(1000 * ttft),
             str(point.result.summary.failed),
         )
-    console.print(table)
+    console.print(shown)
     console.print(f"every figure: {path}", style="dim", highlight=False)
     return found
 
@@ -118,9 +117,8 @@ def bench_isl(config: Config, lengths: Sequence[int], output_tokens: int, path: 
     device = torch.device(llm.settings.device)
     setting = Setting.here(device)
     read, rate = _roofline(llm.checkpoint, device, torch.get_num_threads())
-    table = Table(
-        "prompt", "first token, s", "ms per iteration", "% of roofline", "accept length", "tokens/s", box=None
-    )
+    columns = ("prompt", "first token, s", "ms per iteration", "% of roofline", "accept length", "tokens/s")
+    shown = table((), columns)
     found: list[dict[str, Any]] = []
     for point in isl.measure(
         llm, lengths, output_tokens, read, rate, lambda n: console.print(f"{n} tokens", style="dim")
@@ -128,7 +126,7 @@ def bench_isl(config: Config, lengths: Sequence[int], output_tokens: int, path: 
         line = point.fields(llm)
         append(path, [line], setting)
         found.append(line)
-        table.add_row(
+        shown.add_row(
             str(point.input_tokens),
             f"{point.prefill_s:.2f}",
             f"{1e3 * point.iteration_s:.2f}",
@@ -136,7 +134,7 @@ def bench_isl(config: Config, lengths: Sequence[int], output_tokens: int, path: 
             f"{point.accept_length:.2f}",
             f"{point.tokens_per_s:.1f}",
         )
-    console.print(table)
+    console.print(shown)
     console.print(f"every figure: {path}", style="dim", highlight=False)
     return found
 
@@ -148,11 +146,11 @@ def bench_timeline(paths: Sequence[Path]) -> list[timeline.Series]:
     if not found:
         console.print("No figure has been recorded twice yet: there is no history to show.")
         return found
-    table = Table("figure", "first", "us", "last", "us", "times as fast", box=None)
+    shown = table(("figure",), ("first", "us", "last", "us", "times as fast"))
     for row in found:
         (first, _, before), (last, _, now) = row.points[0], row.points[-1]
-        table.add_row(row.name, _when(first), f"{before:.1f}", _when(last), f"{now:.1f}", f"{row.speedup:.2f}")
-    console.print(table)
+        shown.add_row(row.name, _when(first), f"{before:.1f}", _when(last), f"{now:.1f}", f"{row.speedup:.2f}")
+    console.print(shown)
     return found
 
 

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from legato.bench.layer import LayerFigure, fields, measure
 from legato.bench.record import Setting, append
 from legato.bench.steady import SliceError, Work
 from legato.cli.bench import device_named
 from legato.cli.slice import Asked, Shown, case_of, check, routed_share_of
+from legato.cli.tables import table
 from legato.config import ConfigError
 from legato.model.spec import IndexerKind
 
@@ -68,7 +68,8 @@ def _print(console: Console, figure: LayerFigure, line: dict[str, Any], setting:
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if figure.moments:
-        table = Table("kernel", "begins", "ends, us from the end of the layer before", box=None)
+        console.print("microseconds from the end of the layer before", style="dim")
+        shown = table(("kernel",), ("begins", "ends"))
         for moment in figure.moments:
-            table.add_row(moment.name[:80], f"{moment.start_us:.2f}", f"{moment.stop_us:.2f}")
-        console.print(table)
+            shown.add_row(moment.name[:80], f"{moment.start_us:.2f}", f"{moment.stop_us:.2f}")
+        console.print(shown)

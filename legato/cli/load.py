@@ -22,6 +22,7 @@ from legato.bench.load.endpoint import Endpoint, Reply
 from legato.bench.load.run import Load, Progress, Result, run
 from legato.bench.load.statistics import Distribution, Limits, e2e_s, gaps_s, tpot_s, ttft_s
 from legato.bench.record import Setting, append
+from legato.cli.tables import table
 
 REFRESH_PER_S = 4
 
@@ -63,9 +64,7 @@ def _line(progress: Progress) -> str:
 def latencies(result: Result) -> Table:
     """What a user would feel, in milliseconds."""
     summary = result.summary
-    table = Table("milliseconds", "mean", "p50", "p90", "p99", "largest", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    shown = table(("milliseconds",), ("mean", "p50", "p90", "p99", "largest"))
     rows: Mapping[str, Distribution] = {
         "time to first token": summary.ttft,
         "time per token after it": summary.tpot,
@@ -75,16 +74,16 @@ def latencies(result: Result) -> Table:
     }
     for name, found in rows.items():
         values = (found.mean, found.p50, found.p90, found.p99, found.largest)
-        table.add_row(name, *("-" if math.isnan(value) else f"{1000 * value:.1f}" for value in values))
-    return table
+        shown.add_row(name, *("-" if math.isnan(value) else f"{1000 * value:.1f}" for value in values))
+    return shown
 
 
 def totals(result: Result) -> Table:
     """Rates, counts and what the server says of its drafts."""
-    table = Table(box=None, show_header=False)
+    shown = Table(box=None, show_header=False)
     for name, value in _totals(result).items():
-        table.add_row(name, value)
-    return table
+        shown.add_row(name, value)
+    return shown
 
 
 def _totals(result: Result) -> dict[str, str]:

@@ -16,6 +16,7 @@ from legato.bench.record import MEASURED_BANDWIDTH, Setting, append
 from legato.bench.skeleton import SkeletonError, measure
 from legato.cli.bench import device_named
 from legato.cli.preflight import describe
+from legato.cli.tables import table
 from legato.config import MAX_DRAFTS, ConfigError
 from legato.model.spec import ModelSpec
 
@@ -64,13 +65,11 @@ def _table(launches: Sequence[Launch]) -> Table:
     counts: dict[Launch, int] = {}
     for launch in launches:
         counts[launch] = counts.get(launch, 0) + 1
-    table = Table("launch", "rows", "weight", "MB", "times", "GB", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    shown = table(("launch",), ("rows", "weight", "MB", "times", "GB"))
     for launch, count in counts.items():
         shape = f"{launch.outputs} x {launch.inputs}" if launch.outputs else "none"
         megabytes = launch.weight_bytes / 1e6
-        table.add_row(
+        shown.add_row(
             launch.name, str(launch.rows), shape, f"{megabytes:.2f}", str(count), f"{megabytes * count / 1e3:.3f}"
         )
-    return table
+    return shown

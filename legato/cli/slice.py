@@ -24,6 +24,7 @@ from legato.bench.share import Share, drawn, first_layers, loaded, routed
 from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, accept_length_at, fields, measure, simulated
 from legato.bench.steady import SliceError, Work, pack, steady
 from legato.cli.bench import device_named
+from legato.cli.tables import table
 from legato.config import MAX_DRAFTS, ConfigError
 from legato.engine.start import open_checkpoint, resident_as, targets_of
 from legato.model.convert import Target
@@ -211,13 +212,11 @@ def print_trace(console: Console, found: slice_trace.Recorded, folder: Path) -> 
         highlight=False,
         soft_wrap=True,
     )
-    table = Table("op", "launches", "us", "us its bytes need", "us above", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    shown = table(("op",), ("launches", "us", "us its bytes need", "us above"))
     for op in found.view.ops:
         needs = "-" if op.floor_us is None else f"{op.floor_us:.1f}"
-        table.add_row(op.op, str(op.launches), f"{op.us:.1f}", needs, f"{op.above_us:.1f}")
-    console.print(table)
+        shown.add_row(op.op, str(op.launches), f"{op.us:.1f}", needs, f"{op.above_us:.1f}")
+    console.print(shown)
     console.print(f"{folder / 'trace.html'}, {folder / 'trace.json.gz'} (ui.perfetto.dev)", highlight=False)
 
 
@@ -334,12 +333,10 @@ def _print(
 
 def kernel_table(kernels: Sequence[KernelTime], num_shown: int) -> Table:
     """The kernels that took longest."""
-    table = Table("kernel", "calls", "us of the iteration", "us each", "busy us", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    shown = table(("kernel",), ("calls", "us of the iteration", "us each", "busy us"))
     for kernel in kernels[:num_shown]:
         each = kernel.advance_us / kernel.calls
-        table.add_row(
+        shown.add_row(
             kernel.name[:90], str(kernel.calls), f"{kernel.advance_us:.1f}", f"{each:.2f}", f"{kernel.total_us:.1f}"
         )
-    return table
+    return shown

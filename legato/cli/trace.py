@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from legato.bench.record import Setting, append
 from legato.bench.trace_run import Wanted, record
+from legato.cli.tables import table
 from legato.config import Config, ConfigError
 
 
@@ -35,10 +35,8 @@ def bench_trace(config: Config, wanted: Wanted, folder: Path, path: Path | None,
     )
     waited = ", ".join(f"{count} x {name}" for name, count in {**found.waits, **found.allocations}.items())
     console.print(f"the host waited or allocated: {waited or 'never'}", highlight=False)
-    table = Table("us", "launches", "us each", "kernel", box=None)
-    for column in table.columns[:3]:
-        column.justify = "right"
+    listed = table((), ("us", "launches", "us each"), "kernel")
     for share in found.shares[:shown]:
-        table.add_row(f"{share.us:.1f}", f"{share.launches:.0f}", f"{share.us / share.launches:.2f}", share.name[:90])
-    console.print(table)
+        listed.add_row(f"{share.us:.1f}", f"{share.launches:.0f}", f"{share.us / share.launches:.2f}", share.name[:90])
+    console.print(listed)
     console.print(f"{folder / 'trace.html'}, {folder / 'trace.json.gz'} (ui.perfetto.dev)", highlight=False)

@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "drafts": ({"num_drafts": 8}, "invalid", "num_drafts", "must be between 0 and 7"),
     "wrong type": ({"params": replace(SHORT, ignore_eos="yes")}, "invalid", "ignore_eos", "expected `bool`"),
     "huge limit": ({"params": SamplingParams(max_tokens=10**30)}, "invalid", "max_tokens", "64 bits"),
-    "long prompt": ({"prompt": (1,) * 52}, "never_fits", "prompt", "52 tokens; the context of 52"),
+    "long prompt": ({"prompt": (1,) * 52}, "never_fits", "prompt", "52 tokens > 51 maximum"),
     "long answer": ({"params": SamplingParams(max_tokens=50)}, "never_fits", "max_tokens", "max_tokens is 50"),
     "reserved id": ({"id": "replay of me"}, "invalid", "id", "replay of me"),
     "a fault in a check": ({"params": replace(SHORT, grammar=standin.OUTGROWS)}, "invalid", "grammar", "ZeroDivision"),

@@ -108,16 +108,7 @@ def load_rank(
             return beside + weights_per_rank(inventory, spec, mesh.size, itemsize)
 
         settings = within_memory(settings, config, spec, weigh, _least_memory(settings.device, mesh.size))
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    if settings.device != "cpu":
-        # References in float32 are law on every device; TF32 would round their products to 10 bits.
-        torch.backends.cuda.matmul.allow_tf32 = False
-        if ":" in settings.device:  # kernels and graphs are launched on the current device
-            torch.cuda.set_device(settings.device)
-    if targets and settings.kernel_cache is not None:
-        importlib.import_module("legato.ops.build").STORE.directory = Path(settings.kernel_cache).expanduser()
-    bind(targets, settings.ops)
+    _set_up_process(settings, targets)
     began = time.perf_counter()
     weights = load_weights(
         checkpoint,
@@ -132,6 +123,20 @@ def load_rank(
     )
     LOG.info("weights: %.1f s", time.perf_counter() - began)
     return Loaded(spec, weights, settings)
+
+
+def _set_up_process(settings: Resolved, targets: tuple[str, ...]) -> None:
+    """What the whole process shares: threads, precision, the current device, where kernels are kept, what each op is bound to."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if settings.device != "cpu":
+        # References in float32 are law on every device; TF32 would round their products to 10 bits.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        if ":" in settings.device:  # kernels and graphs are launched on the current device
+            torch.cuda.set_device(settings.device)
+    if targets and settings.kernel_cache is not None:
+        importlib.import_module("legato.ops.build").STORE.directory = Path(settings.kernel_cache).expanduser()
+    bind(targets, settings.ops)
 
 
 def _least_memory(device: str, ranks: int) -> int:

@@ -17,7 +17,7 @@ class Limits:
 
     Attributes:
         max_running: device rows.
-        chunk_tokens: most rows that one iteration runs.
+        chunk_tokens: most rows of prompts in one plan; those of decoding requests are among them where they share a batch.
         context: longest prompt plus output.
         num_drafts: K.
         num_pages: pages of `page_size` tokens, the dummy page 0 included.

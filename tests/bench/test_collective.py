@@ -59,12 +59,12 @@ def test_ranks_that_wait_for_each_other_may_print_more_than_a_pipe_holds(tmp_pat
         f"import time; from pathlib import Path\nwhile not Path({str(tmp_path / 'done')!r}).exists(): time.sleep(0.01)"
     )
     prints = f"from pathlib import Path; print('x' * 300_000); Path({str(tmp_path / 'done')!r}).touch()"
-    first, second = outputs([[sys.executable, "-c", waits], [sys.executable, "-c", prints]], 30)
+    first, second = outputs([[sys.executable, "-c", waits], [sys.executable, "-c", prints]], 300)
     assert (len(first), len(second.strip())) == (0, 300_000)
 
 
 def test_a_rank_that_fails_or_does_not_end_is_an_error() -> None:
     with pytest.raises(BenchError, match="rank 0 failed: no device"):
-        outputs([[sys.executable, "-c", "raise SystemExit('no device')"]], 30)
+        outputs([[sys.executable, "-c", "raise SystemExit('no device')"]], 300)
     with pytest.raises(BenchError, match="not done after 0 s"):
         outputs([[sys.executable, "-c", "import time; time.sleep(60)"]], 0.2)

@@ -161,8 +161,8 @@ class Client:
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DOWNLOAD_TIMEOUT": "5",
-            "HF_HUB_ETAG_TIMEOUT": "5",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "120",
+            "HF_HUB_ETAG_TIMEOUT": "120",
             "no_proxy": "127.0.0.1",
         }
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -189,7 +189,7 @@ class Client:
     def answers(self) -> list:
         assert self.process.stdout is not None
         output = self.process.stdout.read()
-        assert self.process.wait(timeout=60) == 0
+        assert self.process.wait(timeout=400) == 0
         return json.loads(output.split("ANSWERS", 1)[1])
 
 

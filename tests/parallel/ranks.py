@@ -5,12 +5,12 @@ Started by the tests beside it; every rank runs an engine of its own over the sa
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import distributed
@@ -70,31 +70,32 @@ def of_one(job: Job) -> list[Answer]:
 
 def of_group(job: Job, size: int) -> list[list[Answer]]:
     """The answers of every rank of a group; the caller is rank 0, the others are processes that end with it."""
-    port = _free_port()
     context = get_context("spawn")
     queue = context.Queue()
-    others = [
-        context.Process(target=_rank, args=(job, Mesh(n, size), port, queue), daemon=True) for n in range(1, size)
-    ]
-    for other in others:
-        other.start()
-    try:
-        found = [(0, _joined(job, Mesh(0, size), port)), *(queue.get(timeout=300) for _ in others)]
-    finally:
+    with TemporaryDirectory() as folder:  # they meet in a file: a port that is free now may be another's in a moment
+        place = f"file://{folder}/place"
+        others = [
+            context.Process(target=_rank, args=(job, Mesh(n, size), place, queue), daemon=True) for n in range(1, size)
+        ]
         for other in others:
-            other.join(20)
-            other.kill()
+            other.start()
+        try:
+            found = [(0, _joined(job, Mesh(0, size), place)), *(queue.get(timeout=300) for _ in others)]
+        finally:
+            for other in others:
+                other.join(20)
+                other.kill()
     return [tokens for _, tokens in sorted(found, key=lambda pair: pair[0])]
 
 
-def _rank(job: Job, mesh: Mesh, port: int, queue: Queue) -> None:
-    queue.put((mesh.rank, _joined(job, mesh, port)))
+def _rank(job: Job, mesh: Mesh, place: str, queue: Queue) -> None:
+    queue.put((mesh.rank, _joined(job, mesh, place)))
 
 
-def _joined(job: Job, mesh: Mesh, port: int) -> list[Answer]:
+def _joined(job: Job, mesh: Mesh, place: str) -> list[Answer]:
     distributed.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=place,
         rank=mesh.rank,
         world_size=mesh.size,
         timeout=timedelta(minutes=4),
@@ -103,9 +104,3 @@ def _joined(job: Job, mesh: Mesh, port: int) -> list[Answer]:
         return answers(job, DistributedRank(mesh))
     finally:
         distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -18,6 +18,10 @@ ROLES = ("system", "user", "assistant", "tool")
 SAME_ROLE = {"developer": "system", "function": "tool"}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the field that holds it."""
+UNSEEN_PARTS = {
+    "image": "image", "image_url": "image", "input_image": "image", "document": "document", "file": "file", "input_file": "file",
+}  # fmt: skip
+"""Types of content parts that a model of text cannot see, and what they are called to its face."""
 REASONING_PARTS = {"thinking": "thinking", "redacted_thinking": None}
 """Types of content parts that are reasoning, and the field that holds it. Redacted reasoning can be read by nobody here."""
 MAX_KIND = 64
@@ -62,10 +66,15 @@ def _normal(message: Any, where: str) -> Iterator[dict[str, Any]]:
     elif role == "user" and any(part.type == "tool_result" for part in parts):
         yield from _results_and_text(normal, parts)
     else:
-        texts = [part.text for part in parts]
+        texts = [part.result if role == "tool" else part.text for part in parts]
         if role == "system" and texts:
             texts[0] = ATTRIBUTION.sub("", texts[0])
         yield {**normal, "content": "".join(texts)}
+
+
+def unseen(kind: str) -> str:
+    """What stands for an image or a file in the result of a tool: it was the model that asked for it, and so it is told."""
+    return f"[{UNSEEN_PARTS[kind]} left out: this model reads text only]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,11 @@ class _Part:
         if not isinstance(text, str):
             raise ChatError(f"{self.where}.{TEXT_PARTS[kind]}: must be text, got {type(text).__name__}")
         return text
+
+    @property
+    def result(self) -> str:
+        """What it says in the result of a tool. Raises `ChatError` for a part that has no place there."""
+        return unseen(self.type) if self.type in UNSEEN_PARTS else self.text
 
 
 def _parts(content: Any, where: str) -> Iterator[_Part]:
@@ -118,7 +132,7 @@ def _results_and_text(message: dict[str, Any], parts: Sequence[_Part]) -> Iterat
         if text:
             yield {**message, "content": text}
             text = ""
-        result = "".join(piece.text for piece in _parts(part.fields.get("content"), f"{part.where}.tool_result"))
+        result = "".join(piece.result for piece in _parts(part.fields.get("content"), f"{part.where}.tool_result"))
         yield {"role": "tool", "tool_call_id": part.fields.get("tool_use_id"), "content": result}
     if text:
         yield {**message, "content": text}

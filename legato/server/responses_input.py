@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from legato.server.messages import unseen
 from legato.server.responses_tools import Home
 from legato.server.sampling_fields import NotSupported
 from legato.server.validation import MAX_ITEMS, SHOWN, RequestModel
@@ -74,8 +75,25 @@ class RefusalPart(RequestModel):
     refusal: str
 
 
+class UnseenPart(RequestModel):
+    """An image or a file in the output of a call. The model, which asked for it, is told that it cannot see it."""
+
+    type: Literal["input_image", "input_file"]
+    image_url: str | None = None
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    detail: str | None = None
+
+
 _PARTS = {"input_text": "Text", "output_text": "Text", "refusal": "Refusal"}
+_OUTPUT_PARTS = {**_PARTS, "input_image": "Unseen", "input_file": "Unseen"}
 Part = Annotated[Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")], *_typed(_PARTS)]
+OutputPart = Annotated[
+    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")] | Annotated[UnseenPart, Tag("Unseen")],
+    *_typed(_OUTPUT_PARTS),
+]
 
 
 class InputMessage(RequestModel):
@@ -111,7 +129,7 @@ class FunctionCallOutput(RequestModel):
 
     type: Literal["function_call_output"]
     call_id: str = Field(description="Of a call before it.")
-    output: str | list[Part]
+    output: str | list[OutputPart]
     id: str | None = None
     status: ItemStatus | None = None
     name: str | None = None
@@ -261,10 +279,18 @@ class Conversation:
         self._turns = ordered
 
 
-def _text(content: str | Sequence[Part]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+def _text(content: str | Sequence[OutputPart]) -> str:
+    return content if isinstance(content, str) else "".join(map(_told, content))
+
+
+def _told(part: OutputPart) -> str:
+    match part:
+        case TextPart():
+            return part.text
+        case RefusalPart():
+            return part.refusal
+        case UnseenPart():
+            return unseen(part.type)
 
 
 def _arguments(item: FunctionCall, where: str) -> dict[str, Any]:

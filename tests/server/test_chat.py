@@ -288,13 +288,26 @@ def test_content_parts_of_anthropic_render_as_those_of_openai(template: ChatTemp
     "content",
     [
         [{"type": "image", "source": {}}],
-        [{"type": "tool_result", "content": [{"type": "image", "source": {}}]}],
+        [{"type": "tool_result", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}],
         [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
     ],
 )
 def test_parts_that_cannot_stand_there_are_refused(content: list[Any], template: ChatTemplate) -> None:
     with pytest.raises(ChatError, match=r"messages\[1\].content.*only text parts"):
         template.render([USER, {"role": "user", "content": content}])
+
+
+def test_a_model_is_told_of_what_it_cannot_see_in_results(template: ChatTemplate) -> None:
+    """It called for the picture. One refused with the history would end the conversation: it would be refused for ever."""
+    call = {"id": "1", "function": {"name": "look", "arguments": "{}"}}
+    turn = [USER, {"role": "assistant", "tool_calls": [call]}]
+    for kind in ("image_url", "image", "document"):
+        parts = [{"type": "text", "text": "pic.png"}, {"type": kind, "source": {"type": "base64", "data": "iVBO"}}]
+        openai = template.render([*turn, {"role": "tool", "tool_call_id": "1", "content": parts}])
+        result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
+        assert template.render([*turn, {"role": "user", "content": [result]}]) == openai
+        name = kind.partition("_")[0]
+        assert f"pic.png[{name} left out: this model reads text only]" in openai.text and "iVBO" not in openai.text
 
 
 def test_deep_nesting_is_refused(template: ChatTemplate) -> None:

@@ -410,6 +410,17 @@ def test_functions_of_a_namespace_keep_both_their_names(server: Responses) -> No
     assert "<tool_call>crm.find<arg_key>a</arg_key><arg_value>7</arg_value></tool_call>" in server.prompt()
 
 
+def test_an_image_in_an_output_is_told_to_the_model(server: Responses) -> None:
+    output = [
+        {"type": "input_text", "text": "pic.png"},
+        {"type": "input_image", "image_url": "data:image/png;base64,iVBO"},
+    ]
+    server.response(
+        input=[MESSAGE, MADE, {"type": "function_call_output", "call_id": MADE["call_id"], "output": output}]
+    )
+    assert "pic.png[image left out: this model reads text only]" in server.prompt() and "iVBO" not in server.prompt()
+
+
 def test_too_long_an_input_is_refused_with_both_numbers(server: Responses) -> None:
     error = error_of(server.ask(input="many words " * 400), 400)
     assert error["code"] == "context_length_exceeded" and error["param"] == "input" and "512" in error["message"]

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, groupby
 from typing import Any, cast
 
 Message = Mapping[str, Any]
@@ -45,7 +46,31 @@ def normal_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Raises:
         ChatError: a message is not acceptable; names the message and the field.
     """
-    return [normal for number, message in enumerate(messages) for normal in _normal(message, f"messages[{number}]")]
+    normal = [each for number, message in enumerate(messages) for each in _normal(message, f"messages[{number}]")]
+    return _results_by_calls(normal)
+
+
+def _results_by_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results that follow each other in the order of their calls: a chat template knows them apart by nothing else, and clients
+    that run tools side by side send them as they end. Where a result names no call before it, its neighbours stay as they are."""
+    places: dict[str | None, int] = {}
+    number = count()
+    ordered: list[dict[str, Any]] = []
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        turns = list(group)
+        if are_results:
+            ids = [_key(turn.get("tool_call_id")) for turn in turns]
+            if all(id in places for id in ids):
+                turns = [turn for _, turn in sorted(zip(ids, turns, strict=True), key=lambda pair: places[pair[0]])]
+        for turn in turns:
+            for call in turn.get("tool_calls") or () if turn["role"] == "assistant" else ():
+                places[_key(call.get("id"))] = next(number)
+        ordered += turns
+    return ordered
+
+
+def _key(id: Any) -> str | None:
+    return id if isinstance(id, str) else None
 
 
 def _normal(message: Any, where: str) -> Iterator[dict[str, Any]]:

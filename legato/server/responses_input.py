@@ -10,9 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -207,12 +206,11 @@ class _Turn:
 class Conversation:
     """Items made into messages.
 
-    Reasoning, text and calls that follow each other in this order are one turn of the assistant. Outputs that follow each other
-    are put into the order of their calls, which is all that a chat template goes by.
+    Reasoning, text and calls that follow each other in this order are one turn of the assistant.
     """
 
     _turns: list[_Turn] = field(default_factory=list[_Turn])
-    _calls: dict[str, int] = field(default_factory=dict[str, int])
+    _calls: set[str] = field(default_factory=set[str])
 
     @classmethod
     def of(cls, instructions: str | None, items: str | Sequence[InputItem]) -> Conversation:
@@ -225,7 +223,6 @@ class Conversation:
             return made
         for number, item in enumerate(items):
             made._add(item, f"input[{number}]")
-        made._order_outputs()
         return made
 
     @property
@@ -247,7 +244,7 @@ class Conversation:
             case InputMessage():
                 self._turns.append(_Turn({"role": item.role, "content": _text(item.content)}, where))
             case FunctionCall():
-                self._calls[item.call_id] = len(self._calls)
+                self._calls.add(item.call_id)
                 name = item.name if item.namespace is None else Home(item.namespace, item.name).joined
                 call = {"id": item.call_id, "function": {"name": name, "arguments": _arguments(item, where)}}
                 self._assistant(3, where).setdefault("tool_calls", []).append(call)
@@ -267,16 +264,6 @@ class Conversation:
             self._turns.append(_Turn({"role": "assistant", "content": ""}, where))
         self._turns[-1].stage = stage
         return self._turns[-1].message
-
-    def _order_outputs(self) -> None:
-        is_output: Callable[[_Turn], bool] = lambda turn: turn.message["role"] == "tool"  # noqa: E731
-        ordered: list[_Turn] = []
-        for are_outputs, turns in groupby(self._turns, is_output):
-            if are_outputs:
-                ordered += sorted(turns, key=lambda turn: self._calls[turn.message["tool_call_id"]])
-            else:
-                ordered += turns
-        self._turns = ordered
 
 
 def _text(content: str | Sequence[OutputPart]) -> str:

@@ -297,6 +297,25 @@ def test_parts_that_cannot_stand_there_are_refused(content: list[Any], template:
         template.render([USER, {"role": "user", "content": content}])
 
 
+def test_results_come_in_the_order_of_their_calls(template: ChatTemplate) -> None:
+    """The template shows no ids: the first result is the first call's, whatever ended first."""
+
+    def conversation(*ids: str) -> list[dict[str, Any]]:
+        calls = [{"id": id, "function": {"name": f"f{id}", "arguments": "{}"}} for id in "123"]
+        results = [{"role": "tool", "tool_call_id": id, "content": f"of {id}"} for id in ids]
+        return [USER, {"role": "assistant", "tool_calls": calls}, *results]
+
+    wanted = template.render(conversation("1", "2", "3")).text
+    assert wanted.index("of 1") < wanted.index("of 2") < wanted.index("of 3")
+    assert template.render(conversation("3", "1", "2")).text == wanted
+    twice = [*conversation("1", "2", "3"), *conversation("2", "1", "3")[1:]]
+    assert template.render(twice) == template.render([*conversation("1", "2", "3"), *conversation("1", "2", "3")[1:]])
+    blocks = [{"type": "tool_result", "tool_use_id": id, "content": f"of {id}"} for id in "231"]
+    assert template.render([*conversation()[:2], {"role": "user", "content": blocks}]).text == wanted
+    unknown = template.render(conversation("3", "x", "1")).text
+    assert unknown.index("of 3") < unknown.index("of x") < unknown.index("of 1")
+
+
 def test_a_model_is_told_of_what_it_cannot_see_in_results(template: ChatTemplate) -> None:
     """It called for the picture. One refused with the history would end the conversation: it would be refused for ever."""
     call = {"id": "1", "function": {"name": "look", "arguments": "{}"}}

@@ -72,6 +72,6 @@ def describe(model: str | None) -> tuple[Source, ModelSpec]:
     if source.text("config.json") is None:
         remedy = "Point at the folder that holds config.json and the *.safetensors files."
         raise CheckpointError(
-            [Problem(f"{source.label}/config.json", "", "the model configuration", "no such file", remedy)]
+            Problem(f"{source.label}/config.json", "", "the model configuration", "no such file", remedy)
         )
     return source, ModelSpec.from_config(json_object(source, "config.json"), name=source.label)

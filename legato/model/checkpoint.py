@@ -97,15 +97,13 @@ class Checkpoint:
         config = _json_object(source, "config.json")
         if config is None:
             raise CheckpointError(
-                [
-                    Problem(
-                        f"{source.label}/config.json",
-                        "",
-                        "the model configuration",
-                        "no such file",
-                        "Point at the folder that holds config.json and the *.safetensors files.",
-                    )
-                ]
+                Problem(
+                    f"{source.label}/config.json",
+                    "",
+                    "the model configuration",
+                    "no such file",
+                    "Point at the folder that holds config.json and the *.safetensors files.",
+                )
             )
         return cls(source, config, _collect(source, _shards(source)))
 
@@ -140,29 +138,17 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(
-                [
-                    Problem(
-                        self.label,
-                        name,
-                        "a tensor of that name",
-                        "none",
-                        "The checkpoint is incomplete: fetch it again.",
-                    )
-                ]
+                Problem(
+                    self.label, name, "a tensor of that name", "none", "The checkpoint is incomplete: fetch it again."
+                )
             )
         try:
             tensor = cast("torch.Tensor", how(self._handle(info.file), info.stored_name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                [
-                    Problem(
-                        info.file,
-                        info.stored_name,
-                        f"{info.nbytes} readable bytes",
-                        str(error),
-                        "Fetch the file again.",
-                    )
-                ]
+                Problem(
+                    info.file, info.stored_name, f"{info.nbytes} readable bytes", str(error), "Fetch the file again."
+                )
             ) from error
         return tensor
 
@@ -191,9 +177,9 @@ def _json_object(source: Source, name: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise CheckpointError([Problem(name, "", "JSON", str(error), "Fetch the file again.")]) from error
+        raise CheckpointError(Problem(name, "", "JSON", str(error), "Fetch the file again.")) from error
     if not isinstance(value, dict):
-        raise CheckpointError([Problem(name, "", "a JSON object", type(value).__name__, "Fetch the file again.")])
+        raise CheckpointError(Problem(name, "", "a JSON object", type(value).__name__, "Fetch the file again."))
     return cast("dict[str, Any]", value)
 
 
@@ -203,7 +189,7 @@ def _shards(source: Source) -> dict[str, list[str]]:
     if index is not None:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, Mapping):
-            raise CheckpointError([Problem(INDEX_FILE, "", "an object weight_map", "none", "Fetch the file again.")])
+            raise CheckpointError(Problem(INDEX_FILE, "", "an object weight_map", "none", "Fetch the file again."))
         shards: dict[str, list[str]] = {}
         for name, file in cast("Mapping[str, str]", weight_map).items():
             shards.setdefault(file, []).append(name)
@@ -211,15 +197,13 @@ def _shards(source: Source) -> dict[str, list[str]]:
     files = [name for name in source.names() if name.endswith(".safetensors")]
     if not files:
         raise CheckpointError(
-            [
-                Problem(
-                    source.label,
-                    "",
-                    f"{INDEX_FILE} or *.safetensors files",
-                    "none",
-                    "Only safetensors checkpoints are read; convert other formats first.",
-                )
-            ]
+            Problem(
+                source.label,
+                "",
+                f"{INDEX_FILE} or *.safetensors files",
+                "none",
+                "Only safetensors checkpoints are read; convert other formats first.",
+            )
         )
     return {name: [] for name in ([SINGLE_FILE] if SINGLE_FILE in files else files)}
 
@@ -275,7 +259,7 @@ def _collect(source: Source, shards: Mapping[str, list[str]]) -> dict[str, Tenso
                 continue
             tensors[name] = info
     if problems:
-        raise CheckpointError(problems)
+        raise CheckpointError(*problems)
     return tensors
 
 

@@ -142,7 +142,7 @@ def convert(
 def _refuse_used(destination: Path, existing: Existing) -> None:
     if existing is Existing.REFUSE and destination.exists() and any(destination.iterdir()):
         remedy = "Choose another folder, or replace the checkpoint in it explicitly."
-        raise CheckpointError([Problem(str(destination), "", "an empty or absent folder", "files", remedy)])
+        raise CheckpointError(Problem(str(destination), "", "an empty or absent folder", "files", remedy))
 
 
 def _refuse_unfit(
@@ -161,7 +161,7 @@ def _refuse_unfit(
             needs = f"a multiple of {multiple} columns for {formats[entry.name].value}"
             problems.append(Problem(source.label, entry.name, needs, str(entry.shape[1]), "Choose another format."))
     if problems:
-        raise CheckpointError(problems)
+        raise CheckpointError(*problems)
 
 
 def _is_bias(entry: Expected) -> bool:
@@ -249,7 +249,7 @@ class _Writer:
         norm = float(tensor.double().square().sum())
         if not difference <= norm * 4:
             raise CheckpointError(
-                [Problem(self.source.label, entry.name, "finite weights", "NaN or infinity", "The source is damaged.")]
+                Problem(self.source.label, entry.name, "finite weights", "NaN or infinity", "The source is damaged.")
             )
         self._squares[0] += difference
         self._squares[1] += norm

@@ -6,7 +6,6 @@ in `legato.model` that touches a checkpoint, caught by the command line and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -31,8 +30,8 @@ class CheckpointError(ValueError):
 
     SHOWN = 8
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
         lines = [str(problem) for problem in self.problems[: self.SHOWN]]
         if len(self.problems) > self.SHOWN:
             lines.append(f"... and {len(self.problems) - self.SHOWN} more faults of this checkpoint")

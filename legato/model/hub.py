@@ -45,17 +45,17 @@ def open_source(where: str | Path, revision: str | None = None) -> Source:
         is_folder, exists = path.is_dir(), path.exists()
     except OSError as error:  # no permission on the way there, or no possible path at all
         remedy = "Check the path, or give a hub id of the form owner/name."
-        raise CheckpointError([Problem(str(path), "", "a folder or a hub id", str(error.strerror), remedy)]) from error
+        raise CheckpointError(Problem(str(path), "", "a folder or a hub id", str(error.strerror), remedy)) from error
     if is_folder:
         return FolderSource(path)
     if exists:
         raise CheckpointError(
-            [Problem(str(path), "", "a folder", "a file", "Point at the folder that holds config.json.")]
+            Problem(str(path), "", "a folder", "a file", "Point at the folder that holds config.json.")
         )
     if isinstance(where, str) and is_hub_id(where):
         return HubSource(where, revision)
     remedy = "Check the path, or give a hub id of the form owner/name."
-    raise CheckpointError([Problem(str(where), "", "a folder or a hub id", "neither", remedy)])
+    raise CheckpointError(Problem(str(where), "", "a folder or a hub id", "neither", remedy))
 
 
 class HubSource:
@@ -150,4 +150,4 @@ class HubSource:
 
 def _fault(file: str, expected: str, error: Exception, remedy: str) -> CheckpointError:
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return CheckpointError([Problem(file, "", expected, first_line, remedy)])
+    return CheckpointError(Problem(file, "", expected, first_line, remedy))

@@ -48,7 +48,7 @@ class Inventory:
     def require(self) -> None:
         """Raises `CheckpointError` with every problem, if there is one."""
         if self.problems:
-            raise CheckpointError(self.problems)
+            raise CheckpointError(*self.problems)
 
 
 def survey(checkpoint: Checkpoint, spec: ModelSpec) -> Inventory:

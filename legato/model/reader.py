@@ -175,4 +175,4 @@ class Reader:
     def _fault(self, entry: Stored, suffix: str, wanted: str, found: str) -> CheckpointError:
         info = self.checkpoint.tensors[entry.names[suffix]]
         remedy = "The checkpoint is damaged: fetch or convert it again."
-        return CheckpointError([Problem(info.file, info.stored_name, wanted, found, remedy)])
+        return CheckpointError(Problem(info.file, info.stored_name, wanted, found, remedy))

@@ -84,15 +84,13 @@ def read_header(path: Path) -> dict[str, Any]:
         (length,) = struct.unpack("<Q", prefix)
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
-                [
-                    Problem(
-                        path.name,
-                        "",
-                        "a safetensors header",
-                        f"a header length of {length}",
-                        "This is not a safetensors file.",
-                    )
-                ]
+                Problem(
+                    path.name,
+                    "",
+                    "a safetensors header",
+                    f"a header length of {length}",
+                    "This is not a safetensors file.",
+                )
             )
         if 8 + length > size:
             raise _truncated(path.name, f"a header of {length} bytes", f"a file of {size} bytes")
@@ -101,11 +99,11 @@ def read_header(path: Path) -> dict[str, Any]:
         header = json.loads(raw)
     except ValueError as error:
         raise CheckpointError(
-            [Problem(path.name, "", "a safetensors header in JSON", str(error), "Fetch the file again.")]
+            Problem(path.name, "", "a safetensors header in JSON", str(error), "Fetch the file again.")
         ) from error
     if not isinstance(header, dict):
         raise CheckpointError(
-            [Problem(path.name, "", "a safetensors header object", type(header).__name__, "Fetch the file again.")]
+            Problem(path.name, "", "a safetensors header object", type(header).__name__, "Fetch the file again.")
         )
     header = cast("dict[str, Any]", header)
     try:
@@ -113,7 +111,7 @@ def read_header(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, IndexError, ValueError) as error:
         found = f"an entry without them ({error!r})"
         raise CheckpointError(
-            [Problem(path.name, "", "data_offsets for every tensor", found, "Fetch the file again.")]
+            Problem(path.name, "", "data_offsets for every tensor", found, "Fetch the file again.")
         ) from error
     name, end = max(entries, key=lambda entry: entry[1], default=("", 0))
     if 8 + length + end > size:
@@ -122,8 +120,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(file: str, error: Exception) -> CheckpointError:
-    return CheckpointError([Problem(file, "", "a readable file", str(error), "Check the permissions and the disk.")])
+    return CheckpointError(Problem(file, "", "a readable file", str(error), "Check the permissions and the disk."))
 
 
 def _truncated(file: str, expected: str, found: str) -> CheckpointError:
-    return CheckpointError([Problem(file, "", expected, found, "The file is truncated: fetch it again.")])
+    return CheckpointError(Problem(file, "", expected, found, "The file is truncated: fetch it again."))

@@ -6,6 +6,7 @@ Owns the compiler's command and the cache of what it made. Knows no PTX. Called 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -65,16 +66,19 @@ def library() -> ctypes.CDLL:
     version = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
     headers = b"".join(path.read_bytes() for path in sorted(_HERE.glob("*.h")))
     about = "\n".join([version, *_FLAGS, _processor()]).encode()
-    objects: list[Path] = []
-    for source in sorted(_HERE.glob("*.cpp")):
+    sources, objects = sorted(_HERE.glob("*.cpp")), list[Path]()
+    for source in sources:
         digest = hashlib.sha256(about + headers + source.read_bytes()).hexdigest()[:24]
         objects.append(cache_directory() / f"{source.stem}-{digest}.o")
-        if not objects[-1].is_file():
-            _compile([found, *_FLAGS, "-c", str(source)], objects[-1])
     digest = hashlib.sha256("".join(path.name for path in objects).encode()).hexdigest()[:24]
     shared = cache_directory() / f"emulator-{digest}.so"
-    if not shared.is_file():
-        _compile([found, "-shared", *map(str, objects)], shared)
+    with (cache_directory() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes that need it do not all compile it
+        for source, made in zip(sources, objects, strict=True):
+            if not made.is_file() and not shared.is_file():
+                _compile([found, *_FLAGS, "-c", str(source)], made)
+        if not shared.is_file():
+            _compile([found, "-shared", *map(str, objects)], shared)
     loaded = ctypes.CDLL(str(shared))
     loaded.emulator_instructions.restype = ctypes.c_char_p
     loaded.emulator_program.restype = ctypes.c_void_p

@@ -82,6 +82,8 @@ $(BIN)/python:
 	  || { echo "Legato needs Python 3.11 or newer; $(PYTHON) is older (set PYTHON=...)" >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV) || { echo "is the venv module installed? (Debian: python3-venv)" >&2; exit 1; }
+	@# The pip that a Python brings may be years old, and then takes three times as long to find out what to install.
+	@$(PIP) --upgrade pip || echo "pip stays as it is: installing takes longer"
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Legato and what it needs (the first time this downloads PyTorch)"

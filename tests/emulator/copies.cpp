@@ -70,34 +70,46 @@ void arrive_after(Warp& w, const Instruction& i, u32 lanes) {
   issued(w, p);
 }
 
-// + bytes, mbarrier, its offset
+// A copy to several blocks of the cluster lands in each at a time of its own, at the same place, and tells the mbarrier there.
+template <class Each> void for_targets(Warp& w, u32 l, s32 blocks, u32 target, u32 barrier, Each each_target) {
+  if (blocks == NO_OPERAND) return each_target(target, barrier);
+  const u32 mask = w.in<u16>(blocks)[l];
+  for (u32 rank = 0; rank < 16; rank++)
+    if (mask >> rank & 1) each_target(rank << RANK_SHIFT | (target & OFFSET_MASK), rank << RANK_SHIFT | (barrier & OFFSET_MASK));
+}
+// + bytes, mbarrier, its offset, whether the source is shared memory, blocks (or none)
 void bulk(Warp& w, const Instruction& i, u32 lanes) {
   each(lanes, [&](u32 l) {
-    Pending* p = issue(w, i, Pending::BULK, 1u << l);
-    p->bytes = w.in<u32>(i.o[6])[l], p->target[l] = static_cast<u32>(target(w, i, l)), p->source[l] = source(w, i, l);
-    p->barrier[l] = w.in<u32>(i.o[7])[l] + i.o[8];
-    if (p->bytes % 16 || !p->bytes) fault(w, "lane %u: a bulk copy of %u bytes: whole 16 bytes", l, p->bytes);
-    shared_at(w, p->target[l], p->bytes, 16, false), global_at(w, p->source[l], p->bytes, 16);
-    if (block_of(w, p->barrier[l]) != block_of(w, p->target[l])) fault(w, "lane %u: a bulk copy and its mbarrier in different blocks", l);
-    mbarrier_at(w, p->barrier[l], false);
-    issued(w, p);
+    const u32 bytes = w.in<u32>(i.o[6])[l];
+    const u64 from = source(w, i, l);
+    if (bytes % 16 || !bytes) fault(w, "lane %u: a bulk copy of %u bytes: whole 16 bytes", l, bytes);
+    if (i.o[9]) shared_at(w, static_cast<u32>(from), bytes, 16, true);
+    else global_at(w, from, bytes, 16);
+    for_targets(w, l, i.o[10], static_cast<u32>(target(w, i, l)), w.in<u32>(i.o[7])[l] + i.o[8], [&](u32 to, u32 barrier) {
+      shared_at(w, to, bytes, 16, false), mbarrier_at(w, barrier, false);
+      if (block_of(w, barrier) != block_of(w, to)) fault(w, "lane %u: a bulk copy and its mbarrier in different blocks", l);
+      Pending* p = issue(w, i, Pending::BULK, 1u << l);
+      p->bytes = bytes, p->target[l] = to, p->source[l] = from, p->barrier[l] = barrier, p->group[l] = i.o[9];
+      issued(w, p);
+    });
   });
 }
-// + mbarrier, its offset, how many coordinates, coordinates. The source is the tensor map.
+// + mbarrier, its offset, blocks (or none), how many coordinates, coordinates. The source is the tensor map.
 void tensor(Warp& w, const Instruction& i, u32 lanes) {
   each(lanes, [&](u32 l) {
-    Pending* p = issue(w, i, Pending::TENSOR, 1u << l);
-    p->target[l] = static_cast<u32>(target(w, i, l)), p->source[l] = source(w, i, l), p->barrier[l] = w.in<u32>(i.o[6])[l] + i.o[7];
-    const u64 first = reinterpret_cast<u64>(w.block->run->parameters);
-    if (p->source[l] < first || p->source[l] + 128 > first + w.block->run->parameter_bytes) fault(w, "lane %u: no parameter is this tensor map", l);
+    const u64 from = source(w, i, l), first = reinterpret_cast<u64>(w.block->run->parameters);
+    if (from < first || from + 128 > first + w.block->run->parameter_bytes) fault(w, "lane %u: no parameter is this tensor map", l);
     TensorMap map;
-    memcpy(&map, reinterpret_cast<const void*>(p->source[l]), sizeof map);
+    memcpy(&map, reinterpret_cast<const void*>(from), sizeof map);
     if (map.mark != TENSOR_MAP_MARK) fault(w, "lane %u: this parameter is no tensor map", l);
-    if (map.dimensions != i.o[8]) fault(w, "lane %u: %d coordinates for a tensor of %u dimensions", l, i.o[8], map.dimensions);
-    p->bytes = map.element_bytes;
-    for (s32 k = 0; k < i.o[8]; k++) p->coordinates[k] = w.in<s32>(i.o[9 + k])[l], p->bytes *= map.box[k];
-    shared_at(w, p->target[l], p->bytes, map.swizzle ? map.swizzle * 8 : 128, false), mbarrier_at(w, p->barrier[l], false);
-    issued(w, p);
+    if (map.dimensions != i.o[9]) fault(w, "lane %u: %d coordinates for a tensor of %u dimensions", l, i.o[9], map.dimensions);
+    for_targets(w, l, i.o[8], static_cast<u32>(target(w, i, l)), w.in<u32>(i.o[6])[l] + i.o[7], [&](u32 to, u32 barrier) {
+      Pending* p = issue(w, i, Pending::TENSOR, 1u << l);
+      p->target[l] = to, p->source[l] = from, p->barrier[l] = barrier, p->bytes = map.element_bytes;
+      for (s32 k = 0; k < i.o[9]; k++) p->coordinates[k] = w.in<s32>(i.o[10 + k])[l], p->bytes *= map.box[k];
+      shared_at(w, to, p->bytes, map.swizzle ? map.swizzle * 8 : 128, false), mbarrier_at(w, barrier, false);
+      issued(w, p);
+    });
   });
 }
 // Source: the mbarrier. + bytes of an element, how many, bytes of a register, registers
@@ -166,7 +178,8 @@ void land_lane(Warp& w, Pending* p, u32 l) {
       return;
     }
     case Pending::BULK:
-      memcpy(shared_at(w, p->target[l], p->bytes, 16, false), reinterpret_cast<const u8*>(p->source[l]), p->bytes);
+      memcpy(shared_at(w, p->target[l], p->bytes, 16, false),
+             p->group[l] ? shared_at(w, static_cast<u32>(p->source[l]), p->bytes, 16, true) : reinterpret_cast<const u8*>(p->source[l]), p->bytes);
       return mbarrier_complete(w, p->barrier[l], p->bytes);
     case Pending::TENSOR:
       land_box(w, p, l);

@@ -377,6 +377,8 @@ class Lowering:
         self._emit("st.async", *self.place(s.operands[0]), *self.place(s.operands[2]), size, len(values), size, *values)
 
     def _op_atom(self, s: Statement, parts: list[str]) -> None:
+        if "async" in parts:
+            raise PtxError(f"line {s.line}: not emulated: {s.text}")
         old, rest = (s.operands[0], s.operands[1:]) if parts[0] == "atom" else (None, s.operands)
         operation = next(part for part in parts if part in _ATOMIC)
         number = 10 if (operation, parts[-1]) == ("add", "f32") else _ATOMIC[operation]

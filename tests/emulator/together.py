@@ -123,7 +123,7 @@ class FullLowering(Lowering):
     # ---- copies
 
     def _op_cp(self, s: Statement, parts: list[str]) -> None:
-        if "multicast::cluster" in parts or "im2col" in parts or parts[1] != "async" or "reduce" in parts:
+        if "im2col" in parts or parts[1] != "async" or "reduce" in parts:
             raise PtxError(f"line {s.line}: not emulated: {s.text}")
         if "commit_group" in parts:
             self._emit("cp.async.bulk.commit_group" if "bulk" in parts else "cp.async.commit_group")
@@ -139,7 +139,16 @@ class FullLowering(Lowering):
         elif "bulk" in parts and parts[3].startswith("shared"):
             barrier, _, offset = self.place(s.operands[3])
             places = (*self.place(s.operands[0]), *self.place(s.operands[1]))
-            self._emit("cp.async.bulk", *places, self._register(s.operands[2]), barrier, offset)
+            shared = int(parts[4].startswith("shared"))
+            self._emit(
+                "cp.async.bulk",
+                *places,
+                self._register(s.operands[2]),
+                barrier,
+                offset,
+                shared,
+                self._blocks(s, parts, 4),
+            )
         elif "bulk" in parts and parts[3] == "global":
             self._emit(
                 "cp.async.bulk.store",
@@ -160,14 +169,18 @@ class FullLowering(Lowering):
             self._emit("cp.async", *self.place(s.operands[0]), *self.place(s.operands[1]), int(size), taken, ignore)
 
     def _tensor(self, s: Statement, parts: list[str]) -> None:
-        if not parts[4].startswith("shared"):
+        if not parts[5].startswith("shared"):
             raise PtxError(f"line {s.line}: not emulated: {s.text}")
         source = s.operands[1]
         assert isinstance(source, Address)
         barrier, _, offset = self.place(s.operands[2])
         at = [self._register(one) for one in source.coordinates]
         places = (*self.place(s.operands[0]), *self.place(Address(source.operand, source.offset)))
-        self._emit("cp.async.bulk.tensor", *places, barrier, offset, len(at), *at)
+        self._emit("cp.async.bulk.tensor", *places, barrier, offset, self._blocks(s, parts, 3), len(at), *at)
+
+    def _blocks(self, s: Statement, parts: list[str], place: int) -> Lower:
+        """To which blocks of the cluster a copy goes, as a mask of 16 bits; None: to the one that its address says."""
+        return self.value(s.operands[place], 2) if "multicast::cluster" in parts else None
 
     # ---- matrices
 

@@ -302,6 +302,7 @@ def test_server_killed(kind: str, how: str) -> None:
             child = int(parent.stdout.readline())
         else:
             while not (children := children_of(parent.pid)):
+                assert parent.poll() is None
                 time.sleep(0.02)
             child = children[0]
             time.sleep(1.0)  # it has asked to die with its parent by now

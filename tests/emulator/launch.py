@@ -58,7 +58,7 @@ class Emulation:
             return [65536, 0, 0, 1, 4, 1, 1, self.most_instructions]
         draw = random.Random(self.seed * 1000 + len(self.launched))
         land = 0 if self.seed == 1 else draw.choice([0, 300, 3000, 20000, 65536])
-        split, explore = draw.choice([0, 500, 4000]), draw.choice([0, 2000, 20000])
+        split, explore = draw.choice([0, 1000, 10000]), draw.choice([0, 2000, 20000])
         budget, window = draw.choice([8, 40, 200, 1000]), draw.choice([1, 2, 4, 16])
         return [land, split, explore, budget, window, 0, draw.getrandbits(60) | 1, self.most_instructions]
 

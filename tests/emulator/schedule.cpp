@@ -197,14 +197,18 @@ struct Turn {
     const u32 rest = others();
     each(rest, [&](u32 l) { lanes |= u32(w.pc[l] == pc) << l; });
     if (others()) leave(lanes), choose(others() | lanes);
-    if (!run.policy.in_order && lanes & (lanes - 1) && run.random.chance(run.policy.split)) {
-      const u32 some = lanes & run.random.next();
-      if (some && some != lanes) leave(lanes & ~some), lanes = some;
-    }
+    part();
+  }
+  // Now and then some lanes go ahead.
+  void part() {
+    if (!(lanes & (lanes - 1)) || !run.random.chance(run.policy.split)) return;
+    const u32 some = lanes & run.random.next();
+    if (some && some != lanes) leave(lanes & ~some), lanes = some;
   }
   Outcome outcome() const { return w.live ? WAITS : DONE; }
 
   Outcome take(s32 budget) {
+    static const Handler store = table()["st"].run;
     if (!choose(others(), w.looked)) return outcome();  // what a group waits for, another of the warp may have to do
     w.looked = false;
     for (;;) {
@@ -212,8 +216,8 @@ struct Turn {
       if (i.leader && lanes != w.live) {
         meet();
         if (code + pc != &i) continue;
-      } else if (i.leader && run.policy.split && run.random.chance(run.policy.split)) {
-        meet();
+      } else if (i.leader && run.policy.split) {
+        part();
       }
       if (--budget < 0) {
         leave(lanes);
@@ -221,6 +225,7 @@ struct Turn {
       }
       run.instructions++;
       w.now = &i;
+      if (i.run == store && run.policy.split) part();  // so that lanes which do not wait for a neighbour's store miss it
       u32 some = lanes;
       if (i.guard >= 0) some &= w.predicate(i.guard);
       if (!w.products.empty() && some && touches_products(w, i)) finish_products(w, 0);

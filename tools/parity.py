@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from legato.checkpoints import HELD_OUT
 from legato.config import CacheConfig, Config, ExecutionConfig, ScheduleConfig
 from legato.llm import LLM
 from legato.types import SamplingParams
@@ -96,7 +97,7 @@ def main() -> int:
     runner.add_argument("--batch", type=int, default=16)
     runner.add_argument("--count", type=int, default=12)
     runner.add_argument("--tokens", type=int, default=64)
-    runner.add_argument("--prompts", type=Path, default=Path("legato/checkpoints/heldout_prompts.jsonl"))
+    runner.add_argument("--prompts", type=Path, default=HELD_OUT)
     runner.add_argument("--out", type=Path, required=True)
     runner.set_defaults(call=run)
     comparer = commands.add_parser("compare")

@@ -23,6 +23,7 @@ import torch
 
 from legato.bench.record import Setting, append
 from legato.bench.resident import Growth, resident_mib
+from legato.checkpoints import HELD_OUT
 from legato.config import CacheConfig, Config, ExecutionConfig, ScheduleConfig
 from legato.engine.loop import Engine
 from legato.engine.start import Started, open_checkpoint, start
@@ -34,7 +35,6 @@ from legato.types import SamplingParams, samples_of
 
 CONTEXT, CACHE_TOKENS, HOST_TOKENS = 448, 960, 2048
 """A pool of about two full contexts for six requests, and host memory for twice as much again."""
-PROMPTS = Path(__file__).parent.parent / "checkpoints" / "heldout_prompts.jsonl"
 GROWTH_MIB = 64
 """Most that the process may grow between the first fifth of the time and the last."""
 SENTINEL = "sentinel"
@@ -215,7 +215,7 @@ def build(model: str | None, device: str, seed: int) -> Soak:
     started = start(config, open_checkpoint(model))
     tokenizer = Tokenizer.open(started.checkpoint.source)
     started.engine.runner.grammars = Grammars(vocabulary_of(tokenizer, started.spec.vocab_size))
-    lines = PROMPTS.read_bytes().splitlines()
+    lines = HELD_OUT.read_bytes().splitlines()
     prompts = [tuple(tokenizer.encode_prompt(msgspec.json.decode(line)["text"])) for line in lines]
     return Soak(started, Load(prompts, tuple(sorted(tokenizer.stop_ids)), seed), seed)
 

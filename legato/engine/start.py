@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from legato.checkpoints import SMALL
 from legato.config import PAGE_SIZE, Config, ConfigError, Resolved, resolve
 from legato.engine.loop import Engine, Launcher
 from legato.engine.ranks.watch import Watch
@@ -37,8 +38,6 @@ TARGETS = {(9, 0): "sm90"}
 """Compute capability -> the target whose kernels are made for it."""
 CUDA_EXTRA = ("cuda.core", "cuda.bindings")
 """Modules of the extra `cuda` that kernels need."""
-EMBEDDED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "small"
-"""The small trained checkpoint that ships with the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,8 @@ class Started:
 
 
 def open_checkpoint(model: str | None) -> Checkpoint:
-    """The checkpoint of a directory or hub id; `None`: the embedded one. Raises `CheckpointError`."""
-    return Checkpoint.open(str(EMBEDDED_CHECKPOINT) if model is None else model)
+    """The checkpoint of a directory or hub id; `None`: the one that ships with the package. Raises `CheckpointError`."""
+    return Checkpoint.open(SMALL if model is None else model)
 
 
 @dataclass(frozen=True, slots=True)

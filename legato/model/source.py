@@ -70,6 +70,10 @@ class FolderSource:
         return self.folder / name
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""What a file starts with that stands in a clone made without Git LFS. As a header's length it would be absurd."""
+
+
 def read_header(path: Path) -> dict[str, Any]:
     """Parses the header of one safetensors file and checks it against the file's size.
 
@@ -79,6 +83,9 @@ def read_header(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
+        if prefix == LFS_POINTER[:8]:
+            remedy = "Fetch the files themselves: git lfs pull in the clone, or the hub's own download."
+            raise CheckpointError(Problem(path.name, "", "a safetensors header", "a pointer of Git LFS", remedy))
         if len(prefix) < 8:
             raise _truncated(path.name, "an 8-byte header length", f"{size} bytes")
         (length,) = struct.unpack("<Q", prefix)

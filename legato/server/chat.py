@@ -77,7 +77,7 @@ class ChatTemplate:
             return cls(source, tokenizer, f"{files.label}/{TEMPLATE_FILE}")
         declared: Any = json_object(files, CONFIG_FILE).get("chat_template")
         if isinstance(declared, list):
-            named = cast(list[dict[str, Any]], declared)
+            named = (cast(dict[str, Any], entry) for entry in cast(list[Any], declared) if isinstance(entry, dict))
             declared = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
         if not isinstance(declared, str):
             raise ChatError(

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import torch
 
+from legato.checkpoints import HELD_OUT, SMALL
 from legato.config import CacheConfig, Config, Resolved, resolve
 from legato.engine.loop import Engine
-from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine
+from legato.engine.start import build_engine
 from legato.llm import LLM
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
@@ -23,14 +24,13 @@ from legato.server.text import Tokenizer
 from legato.types import SamplingParams
 
 SMALL_CACHE = CacheConfig(tokens=8192)
-HELD_OUT = EMBEDDED_CHECKPOINT.parent / "heldout_prompts.jsonl"
 
 
 class Shipped:
     """The shipped checkpoint's shapes, weights and tokenizer."""
 
     def __init__(self) -> None:
-        checkpoint = Checkpoint.open(EMBEDDED_CHECKPOINT)
+        checkpoint = Checkpoint.open(SMALL)
         self.spec: ModelSpec = stored_spec(checkpoint)
         self.weights: GlmWeights = load_weights(
             checkpoint, self.spec, device="cpu", dtype=torch.float32, resident=Residency.DENSE

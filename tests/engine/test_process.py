@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from legato.checkpoints import SMALL
 from legato.config import CacheConfig, Config
-from legato.engine.start import EMBEDDED_CHECKPOINT
 from legato.llm import vocabulary_of
 from legato.runtime.grammar import Grammars
 from legato.schedule import Request
@@ -103,7 +103,7 @@ def here(shipped: Shipped, asked: list[GenerationRequest]) -> list[Answer]:
 
 def test_what_is_ready_says_what_it_is(process: Process) -> None:
     info = process.client.info
-    assert info.folder == info.model == str(EMBEDDED_CHECKPOINT)
+    assert info.folder == info.model == str(SMALL)
     assert (info.cache_tokens, info.num_drafts, info.device, info.vocab_size) == (POOL, 5, "cpu", 8192)
     assert info.load_seconds > 0 and (info.latent, info.index) == ("float32", "fp8")
     assert process.stages[0] == "importing" and len(process.stages) > 1

@@ -272,7 +272,9 @@ def test_foreign_content(tmp_path: Path) -> None:
     shard.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n" * 3)
     (problem,) = faults(folder)
     assert problem.file == shard.name
-    assert "not a safetensors file" in problem.remedy
+    assert (problem.found, problem.remedy.count("git lfs pull")) == ("a pointer of Git LFS", 1)
+    shard.write_bytes(b"PK\x03\x04 an archive, by its name a shard")
+    assert "not a safetensors file" in faults(folder)[0].remedy
     shard.write_bytes((20).to_bytes(8, "little") + b"{ this is no JSON   ")
     assert "JSON" in faults(folder)[0].expected
     shard.write_bytes((len(b'{"x": {"dtype": "F32"}}')).to_bytes(8, "little") + b'{"x": {"dtype": "F32"}}')

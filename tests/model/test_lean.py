@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from legato.checkpoints import SMALL as SHIPPED
 from legato.config import Config, ConfigError, resolve
-from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine
+from legato.engine.start import build_engine
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.lean import (
@@ -195,7 +196,7 @@ class _Rows:
 
 @pytest.mark.full
 def test_lean_drafts_change_no_token_and_few_acceptances() -> None:
-    checkpoint = Checkpoint.open(EMBEDDED_CHECKPOINT)
+    checkpoint = Checkpoint.open(SHIPPED)
     spec = stored_spec(checkpoint)
     settings = resolve(Config(), max_position=spec.max_position, has_mtp=True, cuda_available=False)
     settings = replace(settings, num_drafts=5, context=1024, cache_tokens=8192)

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from legato.checkpoints import SMALL
 from legato.config import Config, ConfigError, ExecutionConfig, resolve, score_rows
-from legato.engine.start import EMBEDDED_CHECKPOINT
 from legato.model.attention import select
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
@@ -43,7 +43,7 @@ class Indexer:
     """A small indexer with a long cache, and the last chunk of a prompt over it."""
 
     def __init__(self) -> None:
-        spec = stored_spec(Checkpoint.open(EMBEDDED_CHECKPOINT))
+        spec = stored_spec(Checkpoint.open(SMALL))
         self.spec: ModelSpec = replace(spec, index_heads=2, index_topk=300)
         draw = torch.Generator().manual_seed(0)
 

@@ -15,8 +15,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import distributed
 
+from legato.checkpoints import SMALL
 from legato.config import Config, resolve
-from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine
+from legato.engine.start import build_engine
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.weights import Residency, load_weights
@@ -42,7 +43,7 @@ class Job:
 def answers(job: Job, communicator: Communicator) -> list[Answer]:
     """One rank's answers; `communicator` says which."""
     torch.set_num_threads(1)
-    checkpoint = Checkpoint.open(EMBEDDED_CHECKPOINT)
+    checkpoint = Checkpoint.open(SMALL)
     spec = stored_spec(checkpoint)
     weights = load_weights(
         checkpoint, spec, device="cpu", dtype=torch.float32, resident=Residency.DENSE, mesh=communicator.mesh

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from legato.engine.start import EMBEDDED_CHECKPOINT
+from legato.checkpoints import HELD_OUT, SMALL
 from legato.model.checkpoint import Checkpoint
 from legato.server.text import Tokenizer
 from tests.parallel.ranks import Answer, Job, Prompts, of_group, of_one
@@ -18,8 +18,8 @@ NEAR_TIE = 1e-3
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
     """Held-out code, on both sides of a page (64) and of `index_topk` (256)."""
-    tokenizer = Tokenizer.open(Checkpoint.open(EMBEDDED_CHECKPOINT).source)
-    lines = (EMBEDDED_CHECKPOINT.parent / "heldout_prompts.jsonl").read_text().splitlines()
+    tokenizer = Tokenizer.open(Checkpoint.open(SMALL).source)
+    lines = HELD_OUT.read_text().splitlines()
     text = [token for line in lines for token in tokenizer.encode_prompt(json.loads(line)["text"])]
     lengths = (5, 63, 64, 65, 250, 300)
     return [tuple(text[sum(lengths[:n]) : sum(lengths[: n + 1])]) for n in range(len(lengths))]

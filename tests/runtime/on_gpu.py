@@ -14,9 +14,10 @@ from functools import cache
 
 import torch
 
+from legato.checkpoints import SMALL
 from legato.config import Config, Resolved, resolve
 from legato.engine.loop import Engine
-from legato.engine.start import EMBEDDED_CHECKPOINT, build_engine, targets_of
+from legato.engine.start import build_engine, targets_of
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.weights import GlmWeights, Residency, load_weights
@@ -31,7 +32,7 @@ NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.125}
 GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=LENGTH, temperature=0.9, top_p=0.9, top_k=50, min_p=0.02)
 
-CHECKPOINT = Checkpoint.open(str(EMBEDDED_CHECKPOINT))
+CHECKPOINT = Checkpoint.open(str(SMALL))
 SPEC = stored_spec(CHECKPOINT)
 
 

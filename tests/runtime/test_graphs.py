@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from legato.checkpoints import SMALL
 from legato.config import Config, ConfigError, ExecutionConfig, Switch, resolve
-from legato.engine.start import EMBEDDED_CHECKPOINT
 from legato.model.checkpoint import Checkpoint
 from legato.model.glm import Glm
 from legato.model.inventory import stored_spec
@@ -30,7 +30,7 @@ K = 5
 
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
-    return stored_spec(Checkpoint.open(str(EMBEDDED_CHECKPOINT)))
+    return stored_spec(Checkpoint.open(str(SMALL)))
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_a_rehearsal_runs_the_fewest_layers_that_hold_every_kind(spec: ModelSpec
 
 def test_warming_up_leaves_no_trace(spec: ModelSpec):
     weights = load_weights(
-        Checkpoint.open(str(EMBEDDED_CHECKPOINT)), spec, device="cpu", dtype=torch.float32, resident=Residency.DENSE
+        Checkpoint.open(str(SMALL)), spec, device="cpu", dtype=torch.float32, resident=Residency.DENSE
     )
     settings = resolve(Config(), max_position=spec.max_position, has_mtp=True, cuda_available=False)
     runner = Runner(spec, weights, replace(settings, cache_tokens=128, max_running=1))

@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 import torch
 
+from legato.checkpoints import HELD_OUT
 from legato.engine.loop import Engine
-from legato.engine.start import EMBEDDED_CHECKPOINT
 from legato.schedule import Request
 from legato.server.text import Tokenizer
 from tests.runtime import on_gpu
@@ -20,7 +20,6 @@ from tests.runtime.on_gpu import CHECKPOINT, GREEDY, LENGTH, NEAR_TIE, SPEC, eng
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-HELD_OUT = EMBEDDED_CHECKPOINT.parent / "heldout_prompts.jsonl"
 KERNELS = {"attention_inputs", "index_scores", "sparse_mla", "top_k"}
 LENGTHS = (300, 450, 700, 1000, 1500)
 Text = tuple[int, ...]

@@ -169,6 +169,7 @@ def test_stop_ids_come_from_either_file(folder: Path, generation: Any, config: A
         ("tokenizer.json", '{"decoder": {"type": "Metaspace"}, "model": {}}', "byte-level BPE"),
         ("generation_config.json", '{"eos_token_id": "no"}', "eos_token_id"),
         ("generation_config.json", '{"eos_token_id": [true]}', "eos_token_id"),
+        ("generation_config.json", '{"eos_token_id": [2, 999999]}', "eos_token_id 999999"),
     ],
 )
 def test_damaged_files_are_named(folder: Path, name: str, content: str | None, words: str) -> None:

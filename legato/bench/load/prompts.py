@@ -15,10 +15,9 @@ from typing import Any, cast
 
 import msgspec
 
+from legato.checkpoints import HELD_OUT
 from legato.config import ConfigError
 
-HELD_OUT = Path(__file__).parents[2] / "checkpoints" / "heldout_prompts.jsonl"
-"""Python code that the shipped checkpoint was not trained on."""
 RANDOM_BITS = 16.0
 MOST_BITS = 16.0
 CHARACTERS_PER_TOKEN = 4

@@ -28,9 +28,9 @@ from legato.bench.soak_http.asks import CONTEXT, MAX_BODY_MIB, Asks
 from legato.bench.soak_http.clients import Clients
 from legato.bench.soak_http.ledger import Ledger, Scrape
 from legato.bench.timing import Spread
+from legato.checkpoints import HELD_OUT
 from legato.config import ConfigError
 
-PROMPTS = Path(__file__).parents[2] / "checkpoints" / "heldout_prompts.jsonl"
 SERVER = (
     "--port", "0", "--context", str(CONTEXT), "--max-running", "8", "--max-waiting", "20", "--cache-tokens", "6144",
     "--max-body-mb", str(MAX_BODY_MIB), "--log-format", "json", "--verify-speculation", "0.02",
@@ -110,7 +110,7 @@ class Soak:
 
 async def soak(options: argparse.Namespace) -> list[str]:
     """Runs both parts, writes their records, and returns what was wrong."""
-    texts = [json.loads(line)["text"] for line in PROMPTS.read_bytes().splitlines()]
+    texts = [json.loads(line)["text"] for line in HELD_OUT.read_bytes().splitlines()]
     wrong: list[str] = []
     async with _server(options) as served:
         url = options.url if served is None else served.url

@@ -402,14 +402,14 @@ void run_all(Run& run) {
     while (run.active.size() < window && run.next_cluster < run.clusters) start_cluster(run);
     if (run.active.empty()) break;
     if (!run.pending.empty() && run.random.chance(run.policy.land)) land_some(run, run.random.below(run.pending.size()));
-    const u64 patience = 8 * run.ready.size() + 16;
+    const u64 patience = 2 * run.ready.size() + 16;
     if (run.ready.empty() || quiet > patience) {
       bool products = false;
       for (Warp* w : run.ready)
         if (!w->products.empty()) finish_products(*w, w->products.size() - 1), products = true;
       if (products) {
-      } else if (!run.pending.empty()) {
-        land_some(run, run.random.below(run.pending.size()));
+      } else if (!run.pending.empty()) {  // all wait: some of it is due
+        for (size_t n = run.pending.size() / 4 + 1; n && !run.pending.empty(); n--) land_some(run, run.random.below(run.pending.size()));
       } else if (window < most && run.next_cluster < run.clusters) {
         window++;
       } else if (run.ready.empty() || all_look(run)) {

@@ -137,10 +137,17 @@ class Tokenizer:
             )
         stop_ids, names = _stop_ids(files), _names(files)
         try:
-            return cls(description, stop_ids, names)
+            tokenizer = cls(description, stop_ids, names)
         except (TokenizerError, KeyError, TypeError) as error:
             reason = error if isinstance(error, TokenizerError) else f"missing or odd field {error}"
             raise TokenizerError(f"{where}: is not the file of a usable tokenizer: {reason}") from error
+        for index, origin in stop_ids.items():
+            if index >= tokenizer.vocab_size:
+                raise TokenizerError(
+                    f"{origin}: eos_token_id {index} is none of the {tokenizer.vocab_size} tokens of {TOKENIZER_FILE}: do these "
+                    "files belong together?"
+                )
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text: control tokens in it are split like any other text, and nothing is added."""
@@ -241,15 +248,16 @@ def _without_control(description: Mapping[str, Any], control: Mapping[str, int])
     return {**description, "added_tokens": kept, "model": model, "truncation": None, "padding": None}
 
 
-def _stop_ids(files: TextFiles) -> list[int]:
-    found: list[int] = []
+def _stop_ids(files: TextFiles) -> dict[int, str]:
+    """The ids that end a generation, and the file that names each."""
+    found: dict[int, str] = {}
     for name in ("generation_config.json", "config.json"):
         value: Any = json_object(files, name).get("eos_token_id")
         ids = cast(list[Any], value if isinstance(value, list) else [] if value is None else [value])
+        where = f"{files.label}/{name}"
         if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in ids):
-            where = f"{files.label}/{name}"
             raise TokenizerError(f"{where}: eos_token_id must be a token id or a list of them, got {value!r}")
-        found += ids
+        found |= dict.fromkeys(ids, where)
     return found
 
 

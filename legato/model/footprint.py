@@ -17,6 +17,7 @@ from legato.model.faults import CheckpointError, Problem
 from legato.model.inventory import Inventory, stored_spec, survey
 from legato.model.names import Expected, Group, Kind, Split, expected
 from legato.model.spec import ModelSpec, SpecError
+from legato.ops.cache.layout import LATENT_BYTES, LATENT_ROPE, LATENT_WIDTH
 from legato.quant.formats import Format, resident_bytes, split_multiple
 
 H200_BYTES = 150_000_000_000
@@ -127,14 +128,14 @@ def plan(
 def cache_bytes(spec: ModelSpec) -> CacheBytes:
     """Bytes that one token adds: a latent row (C + R) per layer, an index key per full layer; the MTP layer has both.
 
-    fp8 latent: C e4m3 codes, one fp32 scale per 128 of them, R rope values in bf16 (656 bytes at 512 + 64). Index key:
-    X e4m3 codes and one fp32 scale (132 bytes at 128).
+    fp8 latent: as `legato.ops.cache.layout` has it, which holds 512 + 64 numbers and no others. Index key: X e4m3 codes and one
+    fp32 scale (132 bytes at 128).
     """
     layers, full = spec.num_layers + int(spec.has_mtp), spec.num_full + int(spec.has_mtp)
-    fp8 = spec.kv_lora_rank + 4 * (spec.kv_lora_rank // 128) + 2 * spec.rope_dim
+    fits_fp8 = (spec.kv_lora_rank, spec.rope_dim) == (LATENT_WIDTH, LATENT_ROPE)
     return CacheBytes(
         latent_bf16=layers * 2 * spec.latent_dim,
-        latent_fp8=layers * fp8 if spec.kv_lora_rank % 128 == 0 else None,
+        latent_fp8=layers * LATENT_BYTES if fits_fp8 else None,
         index_keys=full * (spec.index_dim + 4),
     )
 

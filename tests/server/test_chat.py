@@ -330,16 +330,18 @@ def test_a_model_is_told_of_what_it_cannot_see_in_results(template: ChatTemplate
 
 
 def test_deep_nesting_is_refused(template: ChatTemplate) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a":' * 100_000 + "1" + "}" * 100_000}}
+    with pytest.raises(ChatError, match=r"nested too deeply|not valid JSON"):
+        template.render([USER, {"role": "assistant", "tool_calls": [call]}])
     deep: dict[str, Any] = {}
     for _ in range(950):
         deep = {"a": deep}
-    call = {"function": {"name": "f", "arguments": json.dumps(deep)}}
-    for messages, tools in (
-        ([USER, {"role": "assistant", "tool_calls": [call]}], None),
-        ([USER], [{"function": {"name": "f", "parameters": deep}}]),
-    ):
-        with pytest.raises(ChatError, match=r"nested too deeply|not valid JSON"):
-            template.render(messages, tools)
+    try:  # from Python 3.12 on, its JSON encoder goes deeper than functions do
+        text = template.render([USER], [{"function": {"name": "f", "parameters": deep}}])
+    except ChatError as error:
+        assert "nested too deeply" in str(error)
+    else:
+        assert text.count('{"a": ') >= 949
 
 
 def test_attribution_lines_do_not_defeat_the_prefix_cache(template: ChatTemplate) -> None:

@@ -56,10 +56,10 @@ class Emulation:
         land at once. 1: in a drawn order, and copies land as late as they may."""
         if self.seed == 0:
             return [65536, 0, 0, 1, 4, 1, 1, self.most_instructions]
-        draw = random.Random(self.seed * 1000 + len(self.launched))
-        land = 0 if self.seed == 1 else draw.choice([0, 300, 3000, 20000, 65536])
-        split, explore = draw.choice([0, 1000, 10000]), draw.choice([0, 2000, 20000])
-        budget, window = draw.choice([8, 40, 200, 1000]), draw.choice([1, 2, 4, 16])
+        seed, draw = self.seed, random.Random(self.seed * 1000 + len(self.launched))
+        land = (300, 0, 20000, 3000, 65536)[seed % 5]
+        split, explore = (16000, 0, 2000)[seed % 3], (0, 20000, 2000)[seed // 2 % 3]
+        budget, window = (40, 1000, 8, 200)[seed % 4], (2, 16, 1, 4)[seed // 3 % 4]
         return [land, split, explore, budget, window, 0, draw.getrandbits(60) | 1, self.most_instructions]
 
 

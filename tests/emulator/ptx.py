@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-_TOKEN_SPLIT = re.compile(r",(?![^\[\]{}()]*[\]})])")
 _LABEL = re.compile(r"([\w$.%]+)\s*:(?!:)")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _FAMILY = re.compile(r"([%\w$]+)<(\d+)>$")
@@ -288,9 +287,21 @@ def _statement(text: str, line: int, source: tuple[str, int] | None, scopes: tup
         ]
         operands = (call[2], lists[0], lists[1])
     else:
-        parts = _TOKEN_SPLIT.split(found[4]) if found[4].strip() else []
+        parts = _parts(found[4]) if found[4].strip() else []
         operands = tuple(_operand(part.strip(), scopes, line) for part in parts)
     return Statement(found[3], operands, guard, line, source, " ".join(text.split()))
+
+
+def _parts(text: str) -> list[str]:
+    """What commas outside of brackets separate."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(c, 0)
+        if c == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return parts
 
 
 def _operand(text: str, scopes: tuple[_Scope, ...], line: int) -> Operand:

@@ -34,6 +34,7 @@ again: setp.ne.b32 p, %r1, 0; @!p bra again;
 	// end inline asm
 	.loc	1 14 3, function_name $L__info_string0, inlined_at 1 12 3
 	st.global.v2.f32 	[%rd1+-8], {%r1, 0f3F800000};
+	cp.async.bulk.tensor.2d.shared::cluster.global [%r3], [%rd2, {%r1, 5}], [%r4], %rd3;
 	@%p1 bra 	$L__BB0_1;
 	ret;
 }
@@ -46,13 +47,14 @@ def test_a_kernel_is_read() -> None:
     assert module.variables["table"].value == bytes([1, 2, 255, 4, 5, 6]) and module.variables["memory"].bytes == 0
     kernel = module.functions["twice"]
     assert [(one.bytes, one.align) for one in kernel.parameters] == [(8, 8), (128, 64)]
-    first, second, compare, branch, other, again, store, back, _ = kernel.statements
+    first, second, compare, branch, other, again, store, box, back, _ = kernel.statements
     assert first.source == ("twice.cu", 12) and second.operands == (Register("%r1", 4), Special("tid.x"))
     assert compare.operands[0] != other.operands[0], "two registers, each in its own braces"
     assert branch.guard is not None and branch.guard.negated and again.guard is not None and not again.guard.negated
     assert branch.operands != again.operands and kernel.labels[str(branch.operands[0])] == 2
     assert store.operands[0] == Address(Register("%rd1", 8), -8) and store.source == ("twice.cu", 14)
     assert store.line == TEXT[: TEXT.index("st.global")].count("\n") + 1 and int(store.operands[1][1]) == 0x3F800000
+    assert len(box.operands) == 4 and box.operands[1] == Address(Register("%rd2", 8), 0, (Register("%r1", 4), 5))
     assert kernel.labels[str(back.operands[0])] == 2
 
 

@@ -166,7 +166,7 @@ async def running(
 
 
 def run(test: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(test, 90))
+    return asyncio.run(asyncio.wait_for(test, 300))
 
 
 def request(

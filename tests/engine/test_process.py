@@ -46,7 +46,7 @@ class Process:
         )
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(asyncio.wait_for(work, 120))
+        return self._runner.run(asyncio.wait_for(work, 400))
 
     def close(self) -> None:
         self.run(self.client.close())

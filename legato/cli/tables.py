@@ -18,9 +18,9 @@ def table(text: Sequence[str], numbers: Sequence[str], *behind: str) -> Table:
     """An empty table by its headings: columns of text, of numbers, and of text again."""
     made = Table(box=None)
     for heading in text:
-        made.add_column(heading)
+        made.add_column(heading, overflow="fold")
     for heading in numbers:
         made.add_column("\n".join(textwrap.wrap(heading, _HEADING)), justify="right", no_wrap=True)
     for heading in behind:
-        made.add_column(heading)
+        made.add_column(heading, overflow="fold")
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,7 +81,7 @@ class Server:
 
 
 @contextmanager
-def aborting(server: Server, steps: int) -> Iterator[None]:
+def aborting(server: Server, steps: int) -> Generator[None]:
     """Everything that runs is aborted by an operator once a request has gone so many steps."""
     script, taken = server.engine.script, threading.Event()
 

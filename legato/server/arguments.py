@@ -7,7 +7,9 @@ nothing of tokens or HTTP. Called by `server.tools`, `server.tool_call` and `ser
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 Schema = Mapping[str, Any]
@@ -174,3 +176,47 @@ class _Integer(str):
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
+
+
+_MARKS = re.compile(r'"(?:[^"\\]|\\.)*("|\\?\Z)|[\[\]{},]', re.DOTALL)
+_HALF_ENTRY = {
+    "}": re.compile(r',?\s*(?:"(?:[^"\\]|\\.)*(?:\\|"\s*(?::\s*[\w.+-]*\s*)?)?)?\Z', re.DOTALL),
+    "]": re.compile(r",?\s*[\w.+-]*\s*\Z"),
+}
+"""What may stand behind the last whole entry of an unfinished object or list, by how it would be closed."""
+_HALF_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?\Z")
+
+
+def told_arguments(text: str) -> Any:
+    """The arguments of an earlier call, as JSON text that a client sends back. Those of a call that was cut, which end in the
+    middle of their object, are completed: the model sees what it had written.
+
+    Raises:
+        ValueError: it is no JSON, and no beginning of an object.
+    """
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        for whole in _completions(text):
+            with suppress(ValueError, RecursionError):
+                return json.loads(whole)
+        raise
+
+
+def _completions(text: str) -> Iterator[str]:
+    """An unfinished object, closed where it ends, and before the entry in which it ends."""
+    closing, whole, is_in_string = "", 0, False
+    for mark in _MARKS.finditer(text if text.lstrip().startswith("{") else ""):
+        match mark[0][0]:
+            case '"':
+                is_in_string = mark[1] != '"'
+            case "{" | "[" as opening:
+                closing, whole = ("}" if opening == "{" else "]") + closing, mark.end()
+            case ",":
+                whole = mark.start()
+            case _:
+                closing = closing[1:]
+    if closing:
+        yield (_HALF_ESCAPE.sub(r"\1", text) + '"' if is_in_string else text) + closing
+        if _HALF_ENTRY[closing[0]].match(text, whole):
+            yield text[:whole] + closing

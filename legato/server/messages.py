@@ -6,12 +6,13 @@ a system prompt. Knows nothing of templates or tokens. Called by `server.chat`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any, cast
+
+from legato.server.arguments import told_arguments
 
 Message = Mapping[str, Any]
 
@@ -205,7 +206,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments: Any = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = told_arguments(arguments)
         except (ValueError, RecursionError) as error:
             raise ChatError(f"{where}.tool_calls: arguments are not valid JSON: {error}") from error
     if not isinstance(arguments, Mapping | None):

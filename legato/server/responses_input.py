@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from legato.server.arguments import told_arguments
 from legato.server.messages import unseen
 from legato.server.responses_tools import Home
 from legato.server.sampling_fields import NotSupported
@@ -282,7 +282,7 @@ def _told(part: OutputPart) -> str:
 
 def _arguments(item: FunctionCall, where: str) -> dict[str, Any]:
     try:
-        value: Any = json.loads(item.arguments or "{}")
+        value: Any = told_arguments(item.arguments)
     except (ValueError, RecursionError) as error:
         raise ParameterError(f"{where}.arguments", f"must be a JSON object as text: {error}") from error
     if not isinstance(value, dict):

@@ -92,8 +92,10 @@ OnlyFalse = Annotated[bool, *_only(False)]
 def unknown(name: str, model: type[BaseModel]) -> str:
     """Why a field is refused, and what to use instead."""
     shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
-    if name in INSTEAD:
-        return f"{shown} is not supported: {INSTEAD[name]}"
+    hint = INSTEAD.get(name, "")
+    field = re.match(r"use ([a-z_]+)", hint)
+    if hint and (field is None or field[1] in known_fields(model)):
+        return f"{shown} is not supported: {hint}"
     near = difflib.get_close_matches(name[:SHOWN], known_fields(model), n=1, cutoff=0.6)
     return f"{shown} is not supported" + (f"; did you mean {near[0]}?" if near else "")
 

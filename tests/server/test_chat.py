@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from legato.server.arguments import told_arguments
 from legato.server.chat import ChatError, ChatPrompt, ChatTemplate
 from legato.server.text import Folder, Tokenizer
 from tests.tiny_text import CONTROL, TAGS
@@ -169,7 +170,7 @@ def test_other_spellings(template: ChatTemplate) -> None:
         ([USER, {"role": "user", "content": 3}], {}, "messages[1].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "'image_url'"),
         (
-            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}],
             {},
             "not valid JSON",
         ),
@@ -295,6 +296,23 @@ def test_content_parts_of_anthropic_render_as_those_of_openai(template: ChatTemp
 def test_parts_that_cannot_stand_there_are_refused(content: list[Any], template: ChatTemplate) -> None:
     with pytest.raises(ChatError, match=r"messages\[1\].content.*only text parts"):
         template.render([USER, {"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": "x, \\\\", "k": [1, {"y": "é"}], "z": "\\u00e9"}', '{"a": {"b": []}, "c": "}{", "d": -1.5e3}']
+)
+def test_a_call_that_was_cut_is_shown_as_far_as_it_went(text: str, template: ChatTemplate) -> None:
+    """Clients send back what they were told: refused, the conversation could never go on."""
+    whole = json.loads(text)
+    for cut in range(1, len(text) + 1):
+        told = told_arguments(text[:cut])
+        assert list(told) == list(whole)[: len(told)] and all(told[key] == whole[key] for key in list(told)[:-1])
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"path": "a.py", "text": "def f'}}
+    prompt = template.render([USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "cut"}])
+    assert "<arg_key>text</arg_key><arg_value>def f</arg_value></tool_call>" in prompt.text
+    for wrong in ("[1", "x", "{a", '{"a" 1', '{"a": 1}}', '{"a": [1}'):
+        with pytest.raises(ValueError, match="line 1 column"):
+            told_arguments(wrong)
 
 
 def test_results_come_in_the_order_of_their_calls(template: ChatTemplate) -> None:

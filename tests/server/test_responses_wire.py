@@ -351,7 +351,7 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "web_search_call"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send the item itself"),
         ({"input": [MESSAGE, {"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[1].call_id", "'c'"),
-        ({"input": [MESSAGE, {**MADE, "arguments": "{"}]}, "input[1].arguments", "JSON"),
+        ({"input": [MESSAGE, {**MADE, "arguments": "{x"}]}, "input[1].arguments", "JSON"),
         ({"input": [MESSAGE, {**MADE, "arguments": "[]"}]}, "input[1].arguments", "object"),
         ({"input": [MESSAGE, {**MADE, "namespace": 3}]}, "input[1].namespace", "string"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "at least one"),

@@ -45,11 +45,13 @@ class EmulationError(Exception):
 
 @dataclass
 class Emulation:
-    """How kernels run while it is in force, and what they took: (kernel, instructions, turns) of each launch."""
+    """How kernels run while it is in force, and what they took: (kernel, instructions, turns) of each launch. `ranges`: memory
+    that they may touch though no argument is it, as addresses that stand in other memory (begin, end)."""
 
     seed: int = 0
     most_instructions: int = 20_000_000_000
     launched: list[tuple[str, int, int]] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
 
     def policy(self) -> list[int]:
         """land, split, explore (65536ths), budget, window, in order, seed, limit; drawn from the seed. 0: all in order, copies
@@ -260,12 +262,8 @@ def _ranges(arguments: tuple[Any, ...]) -> np.ndarray:
                 raise EmulationError(f"an argument is on {tensor.device}; the emulator has CPU tensors")
             storage = tensor.untyped_storage()
             found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    found |= set(EXTRA_RANGES)
+    found |= set(_CURRENT[-1].ranges)
     return np.array(sorted(found) or [(0, 0)], dtype=np.uint64)
-
-
-#: Memory that kernels may touch though no argument is it: (begin, end), as addresses that stand in other memory.
-EXTRA_RANGES: list[tuple[int, int]] = []
 
 
 def _resident(how: Launch, shared_bytes: int) -> int:

@@ -51,12 +51,14 @@ def alone(scores: Tensor, lengths: Tensor, table: Tensor, request: Tensor) -> li
     return found
 
 
-@pytest.mark.parametrize("rows", [20, 22, 24])
-def test_selection_by_a_plan(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "turns"), [(20, 1), (22, 1), (24, 1), (24, 2)])
+def test_selection_by_a_plan(rows: int, turns: int) -> None:
     """Long, short and empty rows in one launch; blocks that take several rows one after the other."""
     width, draw = 1 << 17, Draw(torch.Generator().manual_seed(rows), torch.device("cpu"))
     lengths = draw.integers(rows, low=0, high=12000)
     lengths[:12] = draw.listed(0, 1, 63, 2047, 2048, 2049, 81920, width, 30001, 64, 5000, 70000)
+    if turns > 1:
+        lengths[:12], lengths[12:] = 20000, 5400
     lengths = lengths[draw.distinct(rows, rows).long()].contiguous()
     scores = torch.as_strided(draw.normal(width + rows * 64), (rows, width), (64, 1))
     table, request = draw.distinct(3 * width // 64, 3 * width // 64).view(3, -1), draw.integers(rows, low=0, high=3)
@@ -65,5 +67,6 @@ def test_selection_by_a_plan(rows: int) -> None:
         with torch.inference_mode(), emulated(seed):
             plan = sm90.plan_top_k(lengths, request, 2048)
             slots, counts = sm90.top_k_sm90(scores, lengths, 2048, table, request, plan)
+        assert plan is not None and plan[0] == turns
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(slots, expected, strict=True)), f"seed {seed}"
         assert torch.equal(counts, lengths.clamp(max=2048))

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportAttributeAccessIssue=false
 """Stands in for the GPU: within `emulated(...)` a kernel's call runs it on CPU tensors, and the ops' own Python code takes the
 machine for an H200.
 

@@ -46,8 +46,6 @@ _NOTHING = (
     "applypriority",
 )
 _ATOMIC = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5, "exch": 6, "cas": 7, "inc": 8, "dec": 9}
-_REDUCTIONS = {"add": 0, "min.u32": 1, "max.u32": 2, "min.s32": 3, "max.s32": 4, "and": 5, "or": 6, "xor": 7}
-_MATRIX_TYPES = {"bf16": 0, "f16": 1, "e4m3": 2}
 
 
 @dataclass(frozen=True)
@@ -379,7 +377,8 @@ class Lowering:
     def _op_atom(self, s: Statement, parts: list[str]) -> None:
         if "async" in parts:
             raise PtxError(f"line {s.line}: not emulated: {s.text}")
-        old, rest = (s.operands[0], s.operands[1:]) if parts[0] == "atom" else (None, s.operands)
+        given = list(s.operands)
+        old, rest = (given[0], given[1:]) if parts[0] == "atom" else (None, given)
         operation = next(part for part in parts if part in _ATOMIC)
         number = 10 if (operation, parts[-1]) == ("add", "f32") else _ATOMIC[operation]
         if parts[-1] not in ("u32", "s32", "b32", "u64", "s64", "b64") and number != 10:

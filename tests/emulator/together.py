@@ -14,7 +14,6 @@ _MODES = {"up": 0, "down": 1, "bfly": 2, "idx": 3}
 _VOTES = {"ballot": 0, "any": 1, "all": 2, "uni": 3}
 _REDUCTIONS = {"add": 0, "min.u32": 1, "max.u32": 2, "min.s32": 3, "max.s32": 4, "and": 5, "or": 6, "xor": 7}
 _MATRIX_TYPES = {"bf16": 0, "f16": 1, "e4m3": 2}
-_NEVER, _ALWAYS = Constant(0, 0), Constant(0, 1)
 
 
 def _pair(operand: Operand) -> tuple[Operand, Operand]:
@@ -91,7 +90,7 @@ class FullLowering(Lowering):
     _op_barrier = _op_bar
 
     def _op_mbarrier(self, s: Statement, parts: list[str]) -> None:
-        what, own = parts[1], int("shared::cluster" not in parts)
+        what, own, operands = parts[1], int("shared::cluster" not in parts), list(s.operands)
         if what == "init":
             self._emit("mbarrier.init", *self.place(s.operands[0]), self._register(s.operands[1]))
         elif what == "inval":
@@ -99,10 +98,10 @@ class FullLowering(Lowering):
         elif what == "expect_tx":
             self._emit("mbarrier.expect_tx", *self.place(s.operands[0]), None, self._register(s.operands[1]), own, None)
         elif what == "arrive":
-            state = self.value(s.operands[0], 8)
-            given = self._register(s.operands[2]) if len(s.operands) > 2 else None
+            state = self.value(operands[0], 8)
+            given = self._register(operands[2]) if len(operands) > 2 else None
             expects = "expect_tx" in parts
-            place = self.place(s.operands[1])
+            place = self.place(operands[1])
             self._emit(
                 "mbarrier.arrive",
                 *place,

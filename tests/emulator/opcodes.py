@@ -384,8 +384,8 @@ class Lowering:
         if parts[-1] not in ("u32", "s32", "b32", "u64", "s64", "b64") and number != 10:
             raise PtxError(f"line {s.line}: not emulated: {s.text}")
         size = BYTES[parts[-1]]
-        values = tuple(self.value(one, size) for one in rest[1:])
-        access = self._access(parts, rest[0], values[:1])
+        values = [self.value(one, size) for one in rest[1:]]
+        access = self._access(parts, rest[0], tuple(values[:1]))
         other = values[1] if len(values) > 1 else None
         self._emit("atom", *access, number, values[0], other, self.value(old, size), written=(len(access) + 3,))
 

@@ -6,6 +6,8 @@ nothing of tensors; `legato --help` and every fault in the flags come without im
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -201,7 +203,10 @@ def doctor(
 def main() -> None:
     """Runs the command line; the user's faults end in one message and exit code 2, never in a traceback."""
     try:
-        app(prog_name="legato")
+        try:
+            app(prog_name="legato")
+        finally:
+            sys.stdout.flush()
     except ValueError as error:
         from legato.cli.faults import EXIT_CODE, FAULTS, report
 
@@ -209,6 +214,13 @@ def main() -> None:
             raise
         report(error)
         sys.exit(EXIT_CODE)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        if error.errno == errno.ENOSPC:  # a reader that has left knows that it has
+            print(f"legato: not everything could be written: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail once more
+        sys.exit(2)
 
 
 if __name__ == "__main__":

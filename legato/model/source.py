@@ -127,6 +127,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(file: str, error: Exception) -> CheckpointError:
+    if isinstance(error, UnicodeDecodeError):
+        return CheckpointError(Problem(file, "", "text in UTF-8", str(error), "Write the file again in UTF-8."))
     return CheckpointError(Problem(file, "", "a readable file", str(error), "Check the permissions and the disk."))
 
 

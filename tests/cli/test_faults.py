@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,7 +110,7 @@ def test_unreachable_hub(tmp_path: Path) -> None:
         ({"config.json": "{}"}, ["model_type"]),
         ({"tokenizer.json": None}, ["tokenizer.json", "no such file"]),
         ({"tokenizer.json": "{"}, ["tokenizer.json", "JSON"]),
-        ({"config.json": b"\xff\xfe"}, ["config.json", "readable"]),
+        ({"config.json": b"\xff\xfe"}, ["config.json", "in UTF-8"]),
     ],
     ids=str,
 )
@@ -125,6 +127,16 @@ def test_no_tensors(model: Path) -> None:
     """Found behind the import of torch: in this process, which has it."""
     result = CliRunner().invoke(app, ["generate", "--model", str(model), "x"])
     assert isinstance(result.exception, FAULTS) and "safetensors" in str(result.exception)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "legato", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode == 2
+    assert result.stderr == "legato: not everything could be written: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -20,7 +20,7 @@ from legato.server.chat_request import texts_in
 from legato.server.constraint import constrained
 from legato.server.generation import Job
 from legato.server.responses_input import Conversation, InputItems
-from legato.server.responses_tools import FlatTools, Home, ToolOfRequest
+from legato.server.responses_tools import PLACE, FlatTools, Home, ToolOfRequest
 from legato.server.sampling_fields import (
     NotSupported,
     ResponseGrammar,
@@ -255,4 +255,4 @@ _FORMAT_FIELDS = {"json_schema": ".schema", "regex": ".regex", "grammar": ".gram
 def _own_names(flat: FlatTools, kind: str | None = None) -> AbstractContextManager[None]:
     """Faults in fields are told by the names that they have in this API; `kind`: of the text format, which became a grammar."""
     field = "tools" if kind in (None, "text") else "text.format" + _FORMAT_FIELDS.get(kind, "")
-    return respelled((*_SPELLING, *flat.spelling(), (re.compile(r"^(json_schema|regex|grammar)$"), field)))
+    return respelled((*_SPELLING, (PLACE, flat.place_of), (re.compile(r"^(json_schema|regex|grammar)$"), field)))

@@ -18,6 +18,8 @@ from legato.types import ParameterError
 
 TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 NAMESPACE_FIELDS = ("type", "name", "description", "tools")
+PLACE = re.compile(r"^tools\[(\d+)\]")
+"""A function in the flat list, as faults name it."""
 FUNCTION_SCHEMA: dict[str, Any] = {
     "title": "FunctionTool",
     "type": "object",
@@ -91,16 +93,9 @@ class FlatTools:
                 places.append(f"{where}.tools[{inner}]")
         return cls(tuple(functions), tuple(places), homes)
 
-    def spelling(self) -> tuple[tuple[re.Pattern[str], str], ...]:
-        """For `validation.respelled`: from places in the flat list to those in the request.
-
-        In ascending order one never applies to what another has written: a place in the list is never before that in the request.
-        """
-        return tuple(
-            (re.compile(rf"^tools\[{number}\]"), place)
-            for number, place in enumerate(self.places)
-            if place != f"tools[{number}]"
-        )
+    def place_of(self, match: re.Match[str]) -> str:
+        """The place in the request of what `PLACE` has matched in the flat list; for `validation.respelled`."""
+        return self.places[int(match[1])]
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -194,9 +194,13 @@ def _path(location: Sequence[Any]) -> str:
     return text[:256]
 
 
+Spelling = Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+"""Patterns of fields' names, and what stands in their place, as `re.sub` takes it."""
+
+
 @contextmanager
-def respelled(spelling: Sequence[tuple[re.Pattern[str], str]]) -> Generator[None]:
-    """Tells faults in fields by the names that they have in the API that was asked: patterns, and what stands in their place."""
+def respelled(spelling: Spelling) -> Generator[None]:
+    """Tells faults in fields by the names that they have in the API that was asked."""
     try:
         yield
     except ParameterError as error:
@@ -210,7 +214,7 @@ def respelled(spelling: Sequence[tuple[re.Pattern[str], str]]) -> Generator[None
         raise RequestRefused(refused.kind, name, message) from refused
 
 
-def _spelled(name: str, spelling: Sequence[tuple[re.Pattern[str], str]]) -> str:
+def _spelled(name: str, spelling: Spelling) -> str:
     for pattern, ours in spelling:
         name = pattern.sub(ours, name)
     return name

@@ -64,6 +64,7 @@ constexpr int QUADS = OUTPUTS / 4;            // groups of four outputs, the uni
 constexpr int OWN_QUADS = OWN / 4;
 constexpr int ITEM_QUADS = SWIGLU ? 2 : 1;     // that one thread finishes together
 constexpr int OWN_ITEMS = (TOKENS * OWN_QUADS / ITEM_QUADS + THREADS - 1) / THREADS;
+constexpr bool ROOMY = !FP8 || STRIPS * TILES <= 4;  // there are registers to hold addresses meanwhile
 constexpr bool EVENLY = K_BLOCKS % (RANKS * WARPS) == 0;  // all slices of K are equally long
 constexpr int SLICE = K_BLOCKS / (RANKS * WARPS);
 static_assert(OWN_QUADS % ITEM_QUADS == 0, "a gate and its up belong to the same rank");
@@ -92,6 +93,30 @@ __device__ __forceinline__ bool elected() {
 __device__ __forceinline__ uint2 load_fresh_pair(const void *pointer) {
   uint2 v;
   asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+  return v;
+}
+
+// What the compiler would otherwise work out behind the wait for the dependency, where everything waits for it: a use before that
+// never runs, for `rows` is never zero, and which it cannot know.
+__device__ __forceinline__ void settle(const void *address, int rows) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %1, 0;\n@p prefetch.global.L2 [%0];\n}" ::"l"(address), "r"(rows) : "memory");
+}
+
+// The same for places in shared memory.
+__device__ __forceinline__ void settle(u32 first, u32 second, int rows) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %2, 0;\n@p st.shared.u32 [%0], %1;\n}" ::"r"(first), "r"(second), "r"(rows)
+               : "memory");
+}
+
+__device__ __forceinline__ u32 at_rank(u32 address, u32 rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ float4 load_sums(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
   return v;
 }
 
@@ -155,36 +180,48 @@ __device__ __forceinline__ void load_rows(Fragments (&into)[X_BLOCKS], const u8 
 #if NORM
 constexpr int NORM_PIECES = X_BLOCKS * 4 * PIECES;  // of 16 bytes: the norm's weight over a warp's slice of K
 
-// Two numbers of x times the norm's weight, rounded to bfloat16 as a normed row would be; squares of x are added up.
-__device__ __forceinline__ u32 scaled_pair(u32 x, u32 weight, float &squares) {
+// Two numbers of x times the norm's weight, rounded to bfloat16 as a normed row would be.
+__device__ __forceinline__ u32 scaled_pair(u32 x, u32 weight) {
   u32 v;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(x), "r"(weight));
-  const float first = __uint_as_float(x << 16), second = __uint_as_float(x & 0xffff0000u);
-  squares = fmaf(first, first, fmaf(second, second, squares));
   return v;
 }
 
 // The same for one block of K; `weights`: this lane's pieces of the norm's weight.
-__device__ __forceinline__ void scale(Fragments &into, const Fragments &x, const uint4 *weights, float (&squares)[TILES]) {
+__device__ __forceinline__ void scale(Fragments &into, const Fragments &x, const uint4 *weights) {
 #pragma unroll
   for (int p = 0; p < PIECES; ++p) {
     const uint4 weight = weights[p];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
-      into[tile][p] = make_uint4(
-          scaled_pair(x[tile][p].x, weight.x, squares[tile]), scaled_pair(x[tile][p].y, weight.y, squares[tile]),
-          scaled_pair(x[tile][p].z, weight.z, squares[tile]), scaled_pair(x[tile][p].w, weight.w, squares[tile]));
+      into[tile][p] = make_uint4(scaled_pair(x[tile][p].x, weight.x), scaled_pair(x[tile][p].y, weight.y),
+                                 scaled_pair(x[tile][p].z, weight.z), scaled_pair(x[tile][p].w, weight.w));
   }
+}
+
+__device__ __forceinline__ void add_squares(u32 x, float &squares) {
+  const float first = __uint_as_float(x << 16), second = __uint_as_float(x & 0xffff0000u);
+  squares = fmaf(first, first, fmaf(second, second, squares));
+}
+
+// Squares of one block of K are added up behind its products, which do not wait for them.
+__device__ __forceinline__ void add_squares(const Fragments &x, float (&squares)[TILES]) {
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      add_squares(x[tile][p].x, squares[tile]), add_squares(x[tile][p].y, squares[tile]);
+      add_squares(x[tile][p].z, squares[tile]), add_squares(x[tile][p].w, squares[tile]);
+    }
 }
 
 #if !X_ASYNC
 // This lane's part of x for a whole slice of K. Blocks and rows that there are not repeat the last: loads without conditions
 // are in flight together, and such sums go nowhere.
-__device__ __forceinline__ void load_slice(Fragments (&into)[X_BLOCKS], const u8 *x, size_t stride, int last_row, int count,
-                                           int lane) {
+__device__ __forceinline__ void load_slice(Fragments (&into)[X_BLOCKS], const u8 *const (&rows)[TILES], int count) {
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) {
-    const u8 *row = x + min(tile * 8 + lane / 4, last_row) * stride + lane % 4 * (BLOCK_K / 2);
+    const u8 *row = rows[tile];
 #pragma unroll
     for (int b = 0; b < X_BLOCKS; ++b)
 #pragma unroll
@@ -348,16 +385,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
   __syncwarp();
   if (RANKS > 1) {
-    if (PACED == SLOTS) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    else asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
-#if !X_COPIES && !X_ASYNC && !NORM
+#if !X_COPIES && !X_ASYNC
   const u8 *row_places[TILES];
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) {
     row_places[tile] = x + size_t(min(tile * 8 + lane / 4, rows - 1)) * x_stride * 2 + lane % 4 * (BLOCK_K / 2) +
                        size_t(begin) * (BLOCK_K * 2);
-    asm volatile("" : "+l"(row_places[tile]));
+    settle(row_places[tile], rows);
   }
 #endif
 #pragma unroll
@@ -384,6 +420,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       scales_at.second = scales[size_t(scale_row + 1) * scale_columns + scale_column] * LACKING;
   }
 #endif
+  // Where this thread's sums go, and what it finishes.
+  const u32 memory = shared_address(shared), own_partial = ring + (lane % 4 * 2 * PITCH + lane / 4) * 4;
+  const u32 inbox = memory + RINGS_BYTES + X_BYTES;
+  constexpr int OWN_TURN = OWN_QUADS / ITEM_QUADS;
+  const int first_token = threadIdx.x / OWN_TURN, first_quad = threadIdx.x % OWN_TURN * ITEM_QUADS;
+  const int first_output = group * OUTPUTS + rank * OWN + first_quad * 4;
+  u8 *const first_y = y + (size_t(first_token) * outputs + first_output) / ITEM_QUADS * 2;
+  const u32 first_own = RANKS == 1 ? memory + (first_token * PITCH + first_quad * 4) * 4
+                                   : inbox + (first_token * OWN + first_quad * 4) * 4;
+  if (ROOMY) settle(own_partial, first_own, rows);
+#if !BEST
+  if (ROOMY) settle(first_y, rows);
+#endif
+  const int sent_token = threadIdx.x / QUADS, sent_quad = threadIdx.x % QUADS;
+  const u32 sent = memory + (sent_token * PITCH + sent_quad * 4) * 4;
+  u32 sent_to = 0, sent_barrier = 0;
+  if (RANKS > 1) {
+    const u32 place = inbox + ((rank * TOKENS + sent_token) * OWN + sent_quad % OWN_QUADS * 4) * 4;
+    sent_to = at_rank(place, sent_quad / OWN_QUADS), sent_barrier = at_rank(shared_address(&inbox_barrier), sent_quad / OWN_QUADS);
+    if (ROOMY) settle(sent, sent_to ^ sent_barrier, rows);
+    // The others' barriers are there. Now, where nothing waits for it.
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  }
+#if X_ASYNC
+  // Rows in whole turns of a warp: a lane's pieces lie as far apart.
+  constexpr int ROW_PIECES = X_ROW / 16;
+  constexpr bool IN_TURNS = 32 % ROW_PIECES == 0;
+  const u8 *const x_place = x + size_t(begin) * (BLOCK_K * 2) + size_t(lane / ROW_PIECES) * x_stride * 2 + lane % ROW_PIECES * 16;
+  const size_t x_turn = size_t(32 / (IN_TURNS ? ROW_PIECES : 32)) * x_stride * 2;
+  const u32 x_target = shared_address(shared) + RINGS_BYTES + warp * (X_SLOTS * X_SLOT_BYTES) +
+                       lane / ROW_PIECES * X_PITCH + lane % ROW_PIECES * 16;
+  settle(x_place, rows), settle(x_target, u32(x_turn), rows);
+#endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // Not before: what starts after a product may then read, ahead of its own wait, all that the product's input was made
   // from. Successors lose nothing: they have the time of the product itself to fetch what they need.
@@ -394,7 +463,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   // This warp's part of x, batch by batch, 16 bytes a lane at a time.
   u8 *const x_ring = shared + RINGS_BYTES + warp * (X_SLOTS * X_SLOT_BYTES);
   auto fetch_x = [&](int batch) {
-    constexpr int ROW_PIECES = X_ROW / 16;
     const int left = length - batch * X_BLOCKS;
     const int pieces = EVENLY && SLICE % X_BLOCKS == 0 ? ROW_PIECES : min(X_BLOCKS, left) * (BLOCK_K / 8);
     const u32 target = shared_address(x_ring) + batch % X_SLOTS * X_SLOT_BYTES;
@@ -404,8 +472,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       for (int i = 0; i < (TOKENS * ROW_PIECES + 31) / 32; ++i) {
         const int item = i * 32 + lane, row = item / ROW_PIECES, piece = item % ROW_PIECES;
         if (row < rows && piece < pieces)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + row * X_PITCH + piece * 16),
-                       "l"(source + size_t(row) * x_stride * 2 + piece * 16)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                           IN_TURNS ? x_target + batch % X_SLOTS * X_SLOT_BYTES + i * (32 / ROW_PIECES) * X_PITCH
+                                    : target + row * X_PITCH + piece * 16),
+                       "l"(IN_TURNS ? x_place + batch * X_ROW + i * x_turn : source + size_t(row) * x_stride * 2 + piece * 16)
                        : "memory");
       }
     }
@@ -430,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   for (int batch = 0; batch < min(X_SLOTS, num_batches); ++batch) fetch_x(batch);
 #elif NORM
   Fragments x_even[X_BLOCKS];
-  load_slice(x_even, x + size_t(begin) * (BLOCK_K * 2), size_t(x_stride) * 2, rows - 1, length, lane);
+  load_slice(x_even, row_places, length);
 #else
   Fragments x_even[X_BLOCKS];
   load_rows(x_even, row_places, 0, length);
@@ -465,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
       for (int b = 0; b < CHUNK; ++b)
         if (b < count)
-          scale(scaled[b], own[b], norm_pieces[warp] + ((i * CHUNK + b) * 4 + lane % 4) * PIECES, squares);
+          scale(scaled[b], own[b], norm_pieces[warp] + ((i * CHUNK + b) * 4 + lane % 4) * PIECES);
       own = scaled;
 #endif
       barrier_wait(full + slot * 8, chunk / SLOTS & 1);
@@ -473,6 +543,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
       for (int b = 0; b < CHUNK; ++b)
         if (b < count) multiply(sums, own[b], filled + b * live * BLOCK_BYTES, lane, scales_at, pair(chunk * CHUNK + b));
+#if NORM
+#pragma unroll
+      for (int b = 0; b < CHUNK; ++b)
+        if (b < count) add_squares(part[i * CHUNK + b], squares);
+#endif
       __syncwarp();
       if (chunk + SLOTS < num_chunks) {
         // The copy must not overtake reads of the slot that are still on their way.
@@ -537,54 +612,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
 
   // The warps' sums, token by token, in what was this warp's ring.
-  float *partial = reinterpret_cast<float *>(shared + warp * PARTIAL_STRIDE);
 #pragma unroll
   for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int token = tile * 8 + lane % 4 * 2 + i % 2, output = strip * 16 + lane / 4 + i / 2 * 8;
         float sum = sums[strip][tile][0][i];
         if (CHAINS == 2) sum += sums[strip][tile][1][i];
-        partial[token * PITCH + output] = sum;
+        const int place = (tile * 8 + i % 2) * PITCH + strip * 16 + i / 2 * 8;
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(own_partial + place * 4), "f"(sum) : "memory");
       }
   __syncthreads();
 
-  auto over_warps = [&](int token, int quad) {
-    const float *at = reinterpret_cast<const float *>(shared) + token * PITCH + quad * 4;
-    float4 total = *reinterpret_cast<const float4 *>(at);
+  auto over_warps = [&](u32 at) {
+    float4 total = load_sums(at);
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) {
-      const float4 more = *reinterpret_cast<const float4 *>(at + w * (PARTIAL_STRIDE / 4));
+      const float4 more = load_sums(at + w * PARTIAL_STRIDE);
       total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
     }
     return total;
   };
   if (RANKS > 1) {
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    const u32 inbox = shared_address(shared) + RINGS_BYTES + X_BYTES, barrier = shared_address(&inbox_barrier);
-    for (int item = threadIdx.x; item < rows * QUADS; item += THREADS) {
-      const int token = item / QUADS, quad = item % QUADS, owner = quad / OWN_QUADS;
-      const float4 sum = over_warps(token, quad);
-      u32 target, target_barrier;
-      const u32 place = inbox + ((rank * TOKENS + token) * OWN + quad % OWN_QUADS * 4) * 4;
-      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target) : "r"(place), "r"(owner));
-      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target_barrier) : "r"(barrier), "r"(owner));
-      asm volatile(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
-          "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w), "r"(target_barrier)
-          : "memory");
+#pragma unroll
+    for (int i = 0; i < (TOKENS * QUADS + THREADS - 1) / THREADS; ++i) {
+      const int item = i * THREADS + threadIdx.x, token = item / QUADS, quad = item % QUADS;
+      if (item < rows * QUADS) {
+        const float4 sum = over_warps(i == 0 ? sent : memory + (token * PITCH + quad * 4) * 4);
+        u32 target = sent_to, target_barrier = sent_barrier;
+        if (i > 0) {
+          const u32 place = inbox + ((rank * TOKENS + token) * OWN + quad % OWN_QUADS * 4) * 4;
+          target = at_rank(place, quad / OWN_QUADS);
+          target_barrier = at_rank(shared_address(&inbox_barrier), quad / OWN_QUADS);
+        }
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
+            "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w), "r"(target_barrier)
+            : "memory");
+      }
     }
-    barrier_wait(barrier, 0);
+    barrier_wait(shared_address(&inbox_barrier), 0);
   }
-  auto finished = [&](int token, int quad) {  // of this rank's
-    if (RANKS == 1) return over_warps(token, quad);
-    const float *at = reinterpret_cast<const float *>(shared + RINGS_BYTES + X_BYTES) + token * OWN + quad * 4;
-    float4 sum = *reinterpret_cast<const float4 *>(at);
+  auto finished = [&](u32 at) {  // of this rank's
+    if (RANKS == 1) return over_warps(at);
+    float4 sum = load_sums(at);
 #pragma unroll
     for (int r = 1; r < RANKS; ++r) {
-      const float4 more = *reinterpret_cast<const float4 *>(at + r * TOKENS * OWN);
+      const float4 more = load_sums(at + r * TOKENS * OWN * 4);
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
     return sum;
@@ -601,7 +676,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int token = item / (OWN_QUADS / ITEM_QUADS), quad = item % (OWN_QUADS / ITEM_QUADS) * ITEM_QUADS;
     const int output = group * OUTPUTS + rank * OWN + quad * 4;
     if (token >= rows || output >= outputs) continue;
-    float4 sum = finished(token, quad);
+    const u32 at = i == 0 ? first_own
+                   : RANKS == 1 ? memory + (token * PITCH + quad * 4) * 4
+                                : inbox + (token * OWN + quad * 4) * 4;
+    float4 sum = finished(at);
 #if NORM
     float squares = row_squares[0][token];
 #pragma unroll
@@ -610,7 +688,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
 #endif
 #if SWIGLU
-    const float4 up = finished(token, quad + 1);
+    const float4 up = finished(at + 16);
     sum = make_float4(gated(sum.x, up.x), gated(sum.y, up.y), gated(sum.z, up.z), gated(sum.w, up.w));
 #else
     sum.x += from_bf16(added[i].x & 0xffff), sum.y += from_bf16(added[i].x >> 16);
@@ -625,7 +703,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     own_best[token][quad] = best;
 #else
     const uint2 rounded = make_uint2(to_bf16_pair(sum.x, sum.y), to_bf16_pair(sum.z, sum.w));
-    *reinterpret_cast<uint2 *>(y + (size_t(token) * outputs + output) / ITEM_QUADS * 2) = rounded;
+    *reinterpret_cast<uint2 *>(i == 0 ? first_y : y + (size_t(token) * outputs + output) / ITEM_QUADS * 2) = rounded;
 #endif
   }
 #if BEST

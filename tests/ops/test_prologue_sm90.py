@@ -6,6 +6,7 @@ The packed order and the compilation are tested on any machine that has the comp
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,49 @@ def test_the_sources_compile_without_spills(cached: torch.dtype, nvrtc: None) ->
         assert usage.spill_store_bytes == usage.spill_load_bytes == 0
     # With 128 registers a multiprocessor holds two blocks beside one of the products' (256 threads of 128 registers).
     assert full.usage("sm_90a").registers <= 128
+
+
+def small_call(rank: int) -> dict[str, Any]:
+    """`prologue_shared` of two rows behind a query latent of `rank` numbers, for a CPU."""
+    draw = Draw(torch.Generator().manual_seed(rank), torch.device("cpu"))
+    cos, sin = (x.contiguous() for x in rope_angles.reference(draw.listed(5, 70), 8e6, 64))
+    return {
+        "qkv": draw.normal(2, rank + 576, dtype=torch.bfloat16),
+        "q": draw.normal(2, 4 * 128, dtype=torch.bfloat16),
+        "w_uk": draw.normal(4, 64, 512, dtype=torch.bfloat16, scale=0.1),
+        "norm": LatentNorm(torch.ones(512, dtype=torch.bfloat16), 1e-5),
+        "places": Places(cos, sin, draw.listed(3, -1)),
+        "cache": latent_cache(draw, torch.bfloat16),
+    }
+
+
+def kernels_of(call: dict[str, Any]) -> int:
+    """How many kernels a call launches: they are noted instead."""
+    build.STORE.noted = {}
+    try:
+        sm90.run_shared(**{**call, "w_uk": sm90.pack(call["w_uk"])})
+        return len(build.STORE.noted)
+    finally:
+        build.STORE.noted = None
+
+
+@pytest.mark.parametrize(("rank", "kernels"), [(128, 1), (136, 1), (132, 0), (129, 0)])
+def test_widths_whose_loads_would_be_misaligned_go_to_the_reference(rank: int, kernels: int) -> None:
+    assert kernels_of(small_call(rank)) == kernels
+
+
+def test_types_and_gaps_that_the_kernel_does_not_read_go_to_the_reference() -> None:
+    call = small_call(128)
+    wider = torch.zeros(*call["cache"].shape[:2], 592, dtype=torch.bfloat16)
+    places = call["places"]
+    for changed, kernels in (
+        ({"norm": LatentNorm(torch.ones(512), 1e-5)}, 0),
+        ({"cache": wider[..., :576]}, 0),
+        ({"cache": call["cache"].float()}, 0),
+        ({"places": replace(places, cos=torch.stack((places.cos, places.sin), -1)[..., 0])}, 1),  # read from a copy
+        ({"qkv": torch.zeros(2, 720, dtype=torch.bfloat16)[:, 1:705]}, 1),
+    ):
+        assert kernels_of({**call, **changed}) == kernels, changed
 
 
 class Inputs:

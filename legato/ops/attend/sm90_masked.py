@@ -18,6 +18,7 @@ from legato.ops.attend.masked import HEADS
 from legato.ops.attend.sm90_forms import MOST_BYTES, Form
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.cache.layout import LATENT_ROPE, LATENT_WIDTH
+from legato.ops.strides import dense, is_dense
 
 _WIDTH = LATENT_WIDTH + LATENT_ROPE
 _FORM = Form(HEADS, False)
@@ -50,7 +51,7 @@ def run_mark(slots: Tensor, counts: Tensor, page_places: Tensor, units: int, row
     masks = torch.empty(places, units, 2, rows, dtype=torch.int64, device=slots.device)
     if places:
         how = Launch(grid=(places,), block=(256,), shared_bytes=shared, programmatic=True)
-        mark_kernel(rows)(how, slots, counts.contiguous(), page_places, slots.stride(0), units, masks)
+        mark_kernel(rows)(how, slots, counts.contiguous(), page_places.contiguous(), slots.stride(0), units, masks)
     return masks
 
 
@@ -60,18 +61,18 @@ def run_masked(
 ) -> Tensor:
     """bfloat16 queries of 8, 16 or 32 heads on a bfloat16 cache of 512 + 64: the kernel; otherwise the reference."""
     rows, heads, width = q.shape
-    shape = heads in (8, 16, 32) and (latent_dim, width) == (LATENT_WIDTH, _WIDTH) and cache.is_contiguous()
-    if not shape or q.dtype != torch.bfloat16 or cache.dtype != torch.bfloat16 or tokens.dtype != torch.int32:
+    shape = heads in (8, 16, 32) and (latent_dim, width) == (LATENT_WIDTH, _WIDTH) and is_dense(cache)
+    types = q.dtype, cache.dtype, tokens.dtype, masks.dtype
+    if not shape or types != (torch.bfloat16, torch.bfloat16, torch.int32, torch.int64):
         return masked_mla.reference(q, cache, tokens, lengths, masks, scale, latent_dim)
     out = torch.empty(rows, heads, latent_dim, dtype=q.dtype, device=q.device)
     if rows:
         # The rows of a place lie one behind the other, as heads of one row.
-        q = q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
         how = Launch(
             grid=(rows * heads // HEADS, 1), block=(_FORM.threads,), shared_bytes=_FORM.fixed_bytes, programmatic=True
         )
         kernel(heads)(
-            how, q, cache, tokens.contiguous(), lengths.to(torch.int32), out, HEADS, tokens.shape[0], 0, HEADS * width,
-            scale / math.log(2), masks, masks.shape[1],
+            how, dense(q), cache, tokens.contiguous(), lengths.to(torch.int32).contiguous(), out, HEADS, tokens.shape[0], 0,
+            HEADS * width, scale / math.log(2), dense(masks), masks.shape[1],
         )  # fmt: skip
     return out

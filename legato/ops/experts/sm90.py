@@ -22,6 +22,7 @@ from legato.ops.experts.sm90_packing import by_experts
 from legato.ops.experts.sm90_widen import widen_down, widen_gate_up
 from legato.ops.gemm import linear_fp8_block
 from legato.ops.pointwise import swiglu
+from legato.ops.strides import in_rows
 
 #: Rows and columns of an FP8 weight that share a scale.
 BLOCK = 128
@@ -45,9 +46,10 @@ def run_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> 
         return route.reference(x, weight, bias, k, scale)
     if x.dtype is not torch.bfloat16 or not x.shape[0] or k > sm90_route.MOST_CHOICES:
         return route.reference(x, sm90_route.restore(weight, bias.shape[0]), bias, k, scale)
+    bias = bias.to(torch.float32).contiguous()
     if x.shape[0] > FEW_ROUTED:
-        return sm90_route.choose_many(weight, x, bias.to(torch.float32).contiguous(), k, scale)
-    parts = [sm90_route.choose(weight, rows, bias, k, scale) for rows in _rows(x).split(sm90_route.MOST_ROWS)]
+        return sm90_route.choose_many(weight, x, bias, k, scale)
+    parts = [sm90_route.choose(weight, rows, bias, k, scale) for rows in in_rows(x).split(sm90_route.MOST_ROWS)]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([ids for ids, _ in parts]), torch.cat([weights for _, weights in parts])
@@ -55,7 +57,8 @@ def run_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> 
 
 def pack_bf16(w13: Tensor, w2: Tensor, *shared: Tensor | None) -> tuple[Tensor | None, ...]:
     """bfloat16 experts in the kernel's order; unchanged where type or sizes are not its own. So in the other formats."""
-    if not sm90_launch.serves(w13.shape[2], w2.shape[2]) or w13.dtype is not torch.bfloat16:
+    are_bf16 = w13.dtype is torch.bfloat16 and w2.dtype is torch.bfloat16
+    if not sm90_launch.serves(w13.shape[2], w2.shape[2]) or not are_bf16:
         return (w13, w2, *shared)
     packed = (by_experts(packing.pack_bf16, packing.together(w13)), by_experts(packing.pack_bf16, w2))
     # A launch of bfloat16 experts reads a shared one in copies of two steps; of FP8 those are more than the 128 of K of a copy.
@@ -75,12 +78,17 @@ def pack_fp8(
 
 
 def _fp8_gate_up(w13: Tensor, scale_inv: Tensor) -> Tensor:
-    scales = packing.together(scale_inv.repeat_interleave(BLOCK // 8, dim=1), group=1)
+    scales = packing.together(_of_eight(scale_inv), group=1)
     return by_experts(packing.pack_fp8, packing.together(w13.view(torch.uint8)), scales)
 
 
 def _fp8_down(w2: Tensor, scale_inv: Tensor) -> Tensor:
-    return by_experts(packing.pack_fp8, w2.view(torch.uint8), scale_inv.repeat_interleave(BLOCK // 8, dim=1))
+    return by_experts(packing.pack_fp8, w2.view(torch.uint8), _of_eight(scale_inv))
+
+
+def _of_eight(scale_inv: Tensor) -> Tensor:
+    """The scales [E, N/128, K/128] of blocks as those of every eight outputs, float32 [E, N/8, K/128]."""
+    return scale_inv.to(torch.float32).repeat_interleave(BLOCK // 8, dim=1)
 
 
 def pack_int4(
@@ -239,7 +247,7 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
         num_experts=packed.w13.shape[0],
         blocks=sm90_launch.multiprocessors(x.device),
     )
-    x, ids, weights = _rows(x), ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+    x, ids, weights = in_rows(x), ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
     rows = x.shape[0]
     if not rows:
         return torch.empty_like(x)
@@ -274,9 +282,3 @@ def _in_float32(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Pack
     if packed.shared13 is not None and packed.shared2 is not None:
         shared = _shared_in(x.dtype, packed.shared13, packed.shared2)
     return moe_bf16.reference(x, ids, weights, w13, w2, *shared)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` with rows that 16-byte loads can read."""
-    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)

@@ -31,6 +31,7 @@ from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, re
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, shared_bytes, tiling
 from legato.ops.pointwise import rms_norm, swiglu
 from legato.ops.sample import best_of_keys, greedy_keys
+from legato.ops.strides import dense, in_rows
 
 __all__ = ["sm90_heads"]  # attached by being imported
 
@@ -105,7 +106,7 @@ def multiply(packed: Packed, x: Tensor, residual: Tensor | None = None) -> Tenso
     """x [T, K] bfloat16 (T >= 1) with a packed weight: one launch for as many rows as its tiling takes, then the next."""
     rows, outputs = x.shape[0], packed.outputs
     y = torch.empty(rows, outputs // 2 if packed.gated else outputs, dtype=torch.bfloat16, device=x.device)
-    x, residual = _rows(x), _residual(residual)
+    x, residual = in_rows(x), None if residual is None else dense(residual)
     step = 8 * packed.cut.most_tiles
     for first in range(0, rows, step):
         some = slice(first, first + step)
@@ -125,8 +126,8 @@ def multiply_normed(packed: Packed, x: Tensor, norm: Tensor, eps: float) -> Tens
     rows, outputs, weight = x.shape[0], packed.outputs, packed.weight
     y = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x.device)
     compiled, how = packed.launch(normed_kernel(packed.cut, 1 if rows <= 8 else 2))
-    x = _rows(x)
-    compiled(how, weight, x, None, y, rows, outputs, x.stride(0), outputs, *packed.scales, norm, float(eps))
+    x = in_rows(x)
+    compiled(how, weight, x, None, y, rows, outputs, x.stride(0), outputs, *packed.scales, dense(norm), float(eps))
     return y
 
 
@@ -135,7 +136,7 @@ def multiply_best(packed: Packed, x: Tensor, first: int, width: int) -> tuple[Te
     rows, weight = x.shape[0], packed.weight
     tokens, keys = (torch.empty(rows, dtype=torch.int64, device=x.device) for _ in range(2))
     compiled, how = packed.launch(best_kernel(packed.cut, 1 if rows <= 8 else 2))
-    x, outputs, ballot = _rows(x), packed.outputs, (_ballot(x.device), keys, first, width)
+    x, outputs, ballot = in_rows(x), packed.outputs, (_ballot(x.device), keys, first, width)
     compiled(how, weight, x, None, tokens, rows, outputs, x.stride(0), outputs, *packed.scales, *ballot)
     return tokens, keys
 
@@ -146,19 +147,6 @@ def _cut_of(packed: Tensor, bits: int) -> Tiling:
     if found is None:
         raise ValueError(f"no tiling is recorded for a packed weight {tuple(packed.shape)} of {bits} bits")
     return found
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` with rows that bulk copies and 16-byte loads can read."""
-    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def _residual(residual: Tensor | None) -> Tensor | None:
-    """The residual as the kernel reads it: contiguous bfloat16, four numbers at a time."""
-    if residual is None or (residual.is_contiguous() and residual.data_ptr() % 8 == 0):
-        return residual
-    return residual.clone(memory_format=torch.contiguous_format)
 
 
 def _is_bf16(x: Tensor, residual: Tensor | None = None) -> bool:
@@ -172,6 +160,12 @@ def _few(x: Tensor, weight: Tensor | Kept, bits: int) -> tuple[Tiling, Tensor] |
         return None
     cut = _cut_of(packed, bits)
     return (cut, packed) if 0 < x.shape[0] <= cut.most_rows else None
+
+
+def _few_normed(x: Tensor, norm: Tensor, weight: Tensor | Kept, bits: int) -> tuple[Tiling, Tensor] | None:
+    """The same where the kernel norms these rows on the way in, by a bfloat16 `norm`."""
+    few = _few(x, weight, bits) if norm.dtype is torch.bfloat16 and x.shape[0] <= MOST_FUSED else None
+    return few if few is not None and norms(few[0]) else None
 
 
 def _as_stored(weight: Tensor | Kept, back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -219,8 +213,7 @@ linear_bf16.on("sm90", pack=pack_bf16)(run_bf16)  # by hand: what is called here
 def run_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept) -> Tensor:
     """Up to 16 rows of bfloat16 with a packed weight that one block has all of K of: one launch. Otherwise `rms_norm` as bound
     and the product."""
-    few = _few(x, weight, 16)
-    if few is None or not norms(few[0]) or x.shape[0] > MOST_FUSED:
+    if (few := _few_normed(x, norm, weight, 16)) is None:
         return run_bf16(rms_norm(x, norm, eps), weight)
     return multiply_normed(Packed(*few), x, norm, eps)
 
@@ -277,8 +270,7 @@ def widened(weight: Tensor, scale_inv: Tensor) -> Tensor:
 @linear_fp8_block_normed.on("sm90", pack=pack_fp8)
 def run_fp8_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor | Kept, scale_inv: Tensor) -> Tensor:
     """As `run_normed`, with a weight of e4m3."""
-    few = _few(x, weight, 8)
-    if few is None or not norms(few[0]) or x.shape[0] > MOST_FUSED:
+    if (few := _few_normed(x, norm, weight, 8)) is None:
         return run_fp8(rms_norm(x, norm, eps), weight, scale_inv)
     return multiply_normed(Packed(*few, scale_inv), x, norm, eps)
 

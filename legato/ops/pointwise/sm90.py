@@ -15,6 +15,7 @@ from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.pointwise import embed_norm, mtp_inputs, mtp_looked_up, rms_norm, swiglu
+from legato.ops.strides import in_rows, is_dense
 
 #: Numbers in 16 bytes of bfloat16, threads of a block at most, and pieces of a row that a thread holds at most.
 _PIECE, _MOST_THREADS, _MOST_PIECES = 8, 256, 8
@@ -39,15 +40,13 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
         all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
         and width % _PIECE == 0
         and 0 < width <= _PIECE * _MOST_THREADS * _MOST_PIECES
-        and all(weight.is_contiguous() and weight.data_ptr() % 16 == 0 for weight in weights)
+        and is_dense(*weights)
     )
 
 
 def _rows(x: Tensor) -> Tensor:
     """x [..., D] as rows whose 16-byte pieces are aligned; a slice of wider rows stays where it is."""
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    fits = x.stride(1) == 1 and x.stride(0) % _PIECE == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    return in_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
 
 
 @rms_norm.on("sm90")
@@ -101,7 +100,7 @@ def run_mtp_looked_up(
     ids: Tensor, positions: Tensor, hidden: Tensor, table: Tensor, hnorm: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The kernel where it `serves`, the table has whole pieces and indices are 64-bit, otherwise the reference."""
-    fits = serves(hidden, hnorm) and serves(table) and table.is_contiguous() and table.data_ptr() % 16 == 0
+    fits = serves(hidden, hnorm) and serves(table, table)
     if not fits or ids.dtype != torch.int64 or positions.dtype != torch.int64:
         return mtp_looked_up.reference(ids, positions, hidden, table, hnorm, eps)
     (rows, width), part_width = hidden.shape, table.shape[1]

@@ -20,6 +20,7 @@ from legato.ops.gemm import sm90 as gemm
 from legato.ops.gemm.sm90_heads import MOST_ROWS, arrange, group_rows, restore
 from legato.ops.gemm.sm90_packing import Kept
 from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_bf16, prologue_full, prologue_shared
+from legato.ops.strides import dense, in_rows, is_dense
 
 #: As in `sm90.cu`: the rope part of a head, the warps of a block, the outputs of a warp.
 ROPE, WARPS, SLICE = 64, 4, 16
@@ -50,15 +51,32 @@ def pack(w_uk: Tensor) -> Tensor:
     return arrange(w_uk.transpose(1, 2))
 
 
-def serves(qkv: Tensor, q: Tensor, w_uk: Tensor, places: Places, cache: Tensor) -> bool:
-    """Whether the kernel takes these: a packed w_uk, rows of bfloat16, a rotation of 64 numbers, a bfloat16 or byte cache.
-    The reference runs for all others."""
-    rows = (qkv, q)
+def serves(qkv: Tensor, q: Tensor, w_uk: Tensor, norm: LatentNorm, places: Places, cache: Tensor) -> bool:
+    """Whether the kernel takes these: a packed w_uk, rows and a norm of bfloat16, a rotation of 64 numbers, a bfloat16 or byte
+    cache without gaps. The reference runs for all others."""
     return (
         w_uk.dim() == 5
-        and all(x.dtype == torch.bfloat16 for x in rows)
+        and all(x.dtype == torch.bfloat16 for x in (qkv, q, norm.weight))
         and 2 * places.cos.shape[1] == ROPE
+        and places.cos.dtype == places.sin.dtype == torch.float32
         and cache.dtype in (torch.bfloat16, torch.uint8)
+        and is_dense(cache)
+    )
+
+
+def is_whole(rank: int) -> bool:
+    """Whether what stands behind a query latent of `rank` numbers begins with a 16-byte piece of its own."""
+    return rank > 0 and rank % 8 == 0
+
+
+def serves_indexer(norm: IndexNorm, keys: Tensor) -> bool:
+    """Whether it takes the indexer's part: keys of 128 numbers as bytes without gaps, turned pairwise, a norm of bfloat16."""
+    return (
+        keys.dtype == torch.uint8
+        and is_dense(keys)
+        and norm.rotation == "interleaved"
+        and norm.weight.shape[0] == INDEX_WIDTH
+        and norm.weight.dtype == norm.bias.dtype == torch.bfloat16
     )
 
 
@@ -70,9 +88,9 @@ def unpacked(w_uk: Tensor) -> Tensor:
 @prologue_shared.on("sm90", pack=pack)
 def run_shared(qkv: Tensor, q: Tensor, w_uk: Tensor, norm: LatentNorm, places: Places, cache: Tensor) -> Tensor:
     """The kernel where it `serves`, otherwise the reference."""
-    if not serves(qkv, q, w_uk, places, cache):
-        return prologue_shared.reference(qkv, q, unpacked(w_uk), norm, places, cache)
     rank = qkv.shape[1] - w_uk.shape[1] * 8 - ROPE
+    if not serves(qkv, q, w_uk, norm, places, cache) or not is_whole(rank):
+        return prologue_shared.reference(qkv, q, unpacked(w_uk), norm, places, cache)
     return _launch(qkv, q, w_uk, norm, places, cache, rank, 0, ())
 
 
@@ -87,21 +105,18 @@ def run_full(
     cache: Tensor,
     keys: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel where it `serves` and index keys are bytes, turned pairwise; otherwise the reference."""
-    width = index_norm.weight.shape[0]
-    indexed = keys.dtype == torch.uint8 and index_norm.rotation == "interleaved" and width == INDEX_WIDTH
-    if not indexed or not serves(qkv, q, w_uk, places, cache):
+    """The kernel where it `serves`, the indexer's part too; otherwise the reference."""
+    width, heads, latent, nope = index_norm.weight.shape[0], w_uk.shape[0], w_uk.shape[1] * 8, w_uk.shape[2] * 32
+    index_heads = (q.shape[1] - heads * (nope + ROPE)) // width
+    rank = qkv.shape[1] - latent - ROPE - width - index_heads
+    served = serves(qkv, q, w_uk, norm, places, cache) and is_whole(rank) and index_heads % 2 == 0
+    if not served or not serves_indexer(index_norm, keys):
         return prologue_full.reference(qkv, q, unpacked(w_uk), norm, index_norm, places, cache, keys)
     check_index_cache(keys, width)
-    heads, latent, nope = w_uk.shape[0], w_uk.shape[1] * 8, w_uk.shape[2] * 32
-    index_heads = (q.shape[1] - heads * (nope + ROPE)) // width
-    if index_heads % 2:
-        return prologue_full.reference(qkv, q, unpacked(w_uk), norm, index_norm, places, cache, keys)
     index_q = torch.empty(q.shape[0], index_heads, width, dtype=torch.float8_e4m3fn, device=q.device)
     gates = torch.empty(q.shape[0], index_heads, dtype=torch.float32, device=q.device)
     scale = index_heads**-0.5 * width**-0.5
-    indexer = index_norm.weight, index_norm.bias, keys, index_q, gates, float(index_norm.eps), scale
-    rank = qkv.shape[1] - latent - ROPE - width - index_heads
+    indexer = dense(index_norm.weight), dense(index_norm.bias), keys, index_q, gates, float(index_norm.eps), scale
     return _launch(qkv, q, w_uk, norm, places, cache, rank, index_heads, indexer), index_q, gates
 
 
@@ -146,14 +161,14 @@ def _launch(
     check_latent_cache(cache, latent + ROPE)
     rows = qkv.shape[0]
     expected = heads * (nope + ROPE) + index_heads * INDEX_WIDTH
-    if q.shape != (rows, expected) or rank <= 0:
+    if q.shape != (rows, expected):
         raise ValueError(
             f"queries are {tuple(q.shape)} beside {rows} rows of {qkv.shape[1]}, expected [{rows}, {expected}]"
         )
     absorbed = torch.empty(rows, heads, latent + ROPE, dtype=q.dtype, device=q.device)
     if not rows:
         return absorbed
-    qkv, q = _aligned(qkv), _aligned(q)
+    qkv, q = in_rows(qkv), in_rows(q)
     group = group_rows(rows)
     multiplying = heads * (latent // (SLICE * WARPS)) * -(-rows // group) if rows <= MOST_ROWS else 0
     items = rows * (2 + -(-heads // 4) + (1 + index_heads // 2 if index_heads else 0))
@@ -163,10 +178,10 @@ def _launch(
         qkv,
         q,
         w_uk,
-        norm.weight,
-        places.cos,
-        places.sin,
-        places.slots.to(torch.int32),
+        dense(norm.weight),
+        dense(places.cos),
+        dense(places.sin),
+        places.slots.to(torch.int32).contiguous(),
         cache,
         absorbed,
         rows,
@@ -183,9 +198,3 @@ def _launch(
         nope_part = q[:, : heads * (nope + ROPE)].unflatten(1, (heads, nope + ROPE))[..., :nope]
         torch.bmm(nope_part.transpose(0, 1), unpacked(w_uk), out=absorbed[..., :latent].transpose(0, 1))
     return absorbed
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Rows whose 16-byte pieces are aligned; those of the products are."""
-    fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -20,6 +20,7 @@ from legato.ops.build import Kernel, Launch, Source
 from legato.ops.pointwise import rms_norm
 from legato.ops.reduce import Exchange, Recorded, add_rms_norm, all_gather, all_reduce_add_norm
 from legato.ops.reduce.inbox import GATHER_BLOCKS, MOST_RANKS, MOST_WORDS, Inbox, InboxShape
+from legato.ops.strides import dense
 
 _ADD_NORM = Path(__file__).with_name("sm90_add_norm.cu")
 _ALL_GATHER = Path(__file__).with_name("sm90_all_gather.cu")
@@ -78,16 +79,12 @@ def is_served(weight: Tensor, *rows: Tensor) -> bool:
     )
 
 
-def _aligned(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
 def _add_norm(kernel: Kernel, residual: Tensor, weight: Tensor, eps: float, *exchange: Any) -> tuple[Tensor, Tensor]:
     rows, width = residual.shape
-    residual = _aligned(residual)
+    residual = dense(residual)
     h, normed = torch.empty_like(residual), torch.empty_like(residual)
     how = Launch((rows,), (threads(width) or 0,), programmatic=True)
-    kernel(how, residual, _aligned(weight), h, normed, eps, *exchange)
+    kernel(how, residual, dense(weight), h, normed, eps, *exchange)
     return h, normed
 
 
@@ -95,10 +92,10 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` of [T, D] rows; PyTorch where the kernel does not take them."""
     if not is_served(weight, x):
         return rms_norm.reference(x, weight, eps)
-    x = _aligned(x)
+    x = dense(x)
     normed = torch.empty_like(x)
     how = Launch((x.shape[0],), (threads(x.shape[1]) or 0,), programmatic=True)
-    add_norm_kernel(0, x.shape[1])(how, x, _aligned(weight), None, normed, eps, None)
+    add_norm_kernel(0, x.shape[1])(how, x, dense(weight), None, normed, eps, None)
     return normed
 
 
@@ -107,7 +104,7 @@ def add_rms_norm_sm90(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
     """Rows of bfloat16 whose width whole warps hold: the kernel. Others: PyTorch."""
     if not is_served(weight, x, delta):
         return add_rms_norm.reference(x, delta, weight, eps)
-    return _add_norm(add_norm_kernel(1, x.shape[1]), x, weight, eps, _aligned(delta))
+    return _add_norm(add_norm_kernel(1, x.shape[1]), x, weight, eps, dense(delta))
 
 
 @all_reduce_add_norm.on("sm90")
@@ -122,10 +119,10 @@ def all_reduce_add_norm_sm90(
             shape = exchange.shape
             kernel = add_norm_kernel(shape.num_ranks, width, two_shot=shape.is_two_shot(rows))
             own = ctypes.c_uint64(exchange.address)
-            return _add_norm(kernel, residual, weight, eps, _aligned(partial), own, exchange.rank)
+            return _add_norm(kernel, residual, weight, eps, dense(partial), own, exchange.rank)
         parts = exchange.gather(partial)
         if 1 < len(parts) <= MOST_RANKS:
-            everyone = [*map(_aligned, parts), *[None] * (MOST_RANKS - len(parts))]
+            everyone = [*map(dense, parts), *[None] * (MOST_RANKS - len(parts))]
             return _add_norm(add_norm_kernel(len(parts), width, local=True), residual, weight, eps, *everyone)
         exchange = Recorded((), tuple(parts[1:]))
         partial = parts[0]
@@ -141,12 +138,12 @@ def all_gather_sm90(shard: Tensor, exchange: Exchange) -> Tensor:
         parts = exchange.gather(shard)
         if rest or not words or not shard.is_cuda or not 1 < len(parts) <= MOST_RANKS:
             return all_gather.reference(parts[0], Recorded((), tuple(parts[1:])))
-        everyone = [*map(_aligned, parts), *[None] * (MOST_RANKS - len(parts))]
+        everyone = [*map(dense, parts), *[None] * (MOST_RANKS - len(parts))]
         gathered = torch.empty(len(parts), *shard.shape, dtype=shard.dtype, device=shard.device)
         local = Launch((min(-(-words // _GATHER_THREADS), 64), len(parts)), (_GATHER_THREADS,), programmatic=True)
         gather_local_kernel(len(parts))(local, *everyone, gathered, words)
         return gathered
-    shard = _aligned(shard)
+    shard = dense(shard)
     gathered = torch.empty(exchange.shape.num_ranks, *shard.shape, dtype=shard.dtype, device=shard.device)
     blocks = min(-(-words // (2 * _GATHER_THREADS)), GATHER_BLOCKS)
     how = Launch((blocks,), (_GATHER_THREADS,), programmatic=True)

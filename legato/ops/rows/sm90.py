@@ -23,14 +23,13 @@ from legato.ops.rows import (
     seed_rows,
     write_letter,
 )
+from legato.ops.strides import PIECE_BYTES, is_dense
 
 _SOURCE = Source(Path(__file__).with_name("sm90.cu"))
 _DECODE, _CHAIN, _ACCEPT, _EXTEND, _SEED, _ADVANCE, _LETTER = (
     Kernel(_SOURCE, name)
     for name in ("decode_rows", "chain_rows", "accept_rows", "extend_rows", "seed_rows", "advance_rows", "write_letter")
 )
-#: Bytes that a thread copies.
-_PIECE = 16
 _ONE_BLOCK = Launch(grid=(1,), block=(256,), programmatic=True)
 
 
@@ -42,11 +41,12 @@ def _spread(threads: int) -> Launch:
     return Launch(grid=(-(-threads // 128),), block=(128,), programmatic=True)
 
 
-def _checked(op_name: str, **tensors: Tensor) -> None:
+def _checked(op_name: str, dtype: torch.dtype = torch.int64, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.int64 or not tensor.is_contiguous():
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            expected = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"{op_name}: {name} is {tensor.dtype}, strides {tensor.stride()}; expected int64, contiguous"
+                f"{op_name}: {name} is {tensor.dtype}, strides {tensor.stride()}; expected {expected}, contiguous"
             )
 
 
@@ -63,8 +63,9 @@ def decode_rows_sm90(
     theta: float,
     rope_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One launch; the table's numbers int64 and contiguous, the page table int32 and contiguous."""
+    """One launch; the table's numbers int64, its flags bool, all contiguous."""
     _checked("decode_rows", places=places, tokens=tokens, lengths=lengths, num_drafts=num_drafts, drafted=drafted)
+    _checked("decode_rows", torch.bool, done=done)
     page_table = page_table.to(torch.int32).contiguous()
     rows = places.shape[0] * width
     ids, positions = (torch.empty(rows, dtype=torch.int64, device=places.device) for _ in range(2))
@@ -107,9 +108,10 @@ def accept_rows_sm90(
     stop_ids: Tensor,
     done: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch; all integers int64 and contiguous, but for the rows of `drafts`, which may lie apart."""
+    """One launch; integers int64, flags bool, all contiguous, but for the rows of `drafts`, which may lie apart."""
     _checked("accept_rows", sampled=sampled, num_drafts=num_drafts, rows=rows, base=base)
     _checked("accept_rows", max_lengths=max_lengths, capacity=capacity, stop_ids=stop_ids)
+    _checked("accept_rows", torch.bool, done=done)
     if drafts.dtype != torch.int64 or (drafts.shape[1] and drafts.stride(1) != 1):
         raise ValueError(f"accept_rows: drafts is {drafts.dtype}, strides {drafts.stride()}; expected int64 rows")
     requests, width = sampled.shape
@@ -149,12 +151,16 @@ def seed_rows_sm90(hidden: Tensor, slots: Tensor, counts: Tensor, seed: Tensor) 
     """One launch where rows are whole pieces of 16 bytes in one block of memory, and counts 32 bits wide; else the reference."""
     _checked("seed_rows", seed=seed)
     sizes = tuple(rows.shape[1] * rows.itemsize for rows in (hidden, slots))
-    whole = all(rows.is_contiguous() and rows.data_ptr() % _PIECE == 0 for rows in (hidden, slots))
-    if not whole or any(size % _PIECE for size in sizes) or counts.itemsize != 4 or not counts.is_contiguous():
+    if (
+        not is_dense(hidden, slots)
+        or any(size % PIECE_BYTES for size in sizes)
+        or counts.itemsize != 4
+        or not counts.is_contiguous()
+    ):
         return seed_rows.reference(hidden, slots, counts, seed)
     requests = seed.shape[0]
     made = tuple(rows.new_empty((requests, *rows.shape[1:])) for rows in (hidden, slots, counts))
-    pieces = tuple(size // _PIECE for size in sizes)
+    pieces = tuple(size // PIECE_BYTES for size in sizes)
     if requests:
         how = Launch(grid=(-(-sum(pieces) // 128), requests), block=(128,), programmatic=True)
         _SEED(how, hidden, slots, counts, seed, *made, *pieces)
@@ -176,15 +182,14 @@ def advance_rows_sm90(
     likely: Tensor | None,
     threshold: float,
 ) -> None:
-    """One launch; all integers int64 and contiguous, `likely` float32 and contiguous."""
+    """One launch; integers int64, flags bool, `likely` float32, all contiguous."""
     _checked("advance_rows", tokens=tokens, lengths=lengths, rows=rows, base=base, sampled=sampled, counts=counts)
     _checked("advance_rows", drafted=drafted)
+    _checked("advance_rows", torch.bool, done=done, ended=ended)
     if drafts is not None:
         _checked("advance_rows", drafts=drafts)
-    if likely is not None and (likely.dtype != torch.float32 or not likely.is_contiguous()):
-        raise ValueError(
-            f"advance_rows: likely is {likely.dtype}, strides {likely.stride()}; expected float32, contiguous"
-        )
+    if likely is not None:
+        _checked("advance_rows", torch.float32, likely=likely)
     requests, width = sampled.shape
     table, found = (tokens, lengths, done, drafted), (rows, base, sampled, counts, ended, drafts, likely)
     sizes = requests, width, tokens.shape[1], 0 if drafts is None else drafts.shape[1]
@@ -203,9 +208,10 @@ def write_letter_sm90(
     ended: Tensor,
     live: Tensor,
 ) -> None:
-    """One launch; all integers int64 and contiguous."""
+    """One launch; integers int64, flags bool, all contiguous."""
     _checked("write_letter", letters=letters, number=number, sampled=sampled, drafts=drafts, counts=counts)
     _checked("write_letter", accepted=accepted, offered=offered)
+    _checked("write_letter", torch.bool, ended=ended, live=live)
     (requests, width), num_drafts = sampled.shape, drafts.shape[1]
     if letters.shape[1:] != (requests, width + num_drafts + LETTER_EXTRA):
         raise ValueError(

@@ -17,6 +17,7 @@ from torch import Tensor
 from legato.ops.build import Kernel, Launch, Source, tensor_map
 from legato.ops.cache.layout import INDEX_KEY_BYTES, INDEX_PAGE_BYTES, INDEX_WIDTH, PAGE
 from legato.ops.score import index_scores
+from legato.ops.strides import dense
 
 HEADS = 32
 #: Rows of one request that share a reading of its keys.
@@ -111,7 +112,7 @@ def _score(
     scores = torch.empty(rows, width * PAGE, dtype=torch.float32, device=q.device)
     if rows:
         plan = plan_scores(page_table, request, lengths) if plan is None else plan
-        SCORES(_launch(q.device), *_MAPS.of(cache), q, gates, page_table, width, lengths, plan, scores)
+        SCORES(_launch(q.device), *_MAPS.of(cache), dense(q), gates, page_table, width, lengths, plan, scores)
     return scores
 
 

@@ -1,6 +1,6 @@
 """A trace of the engine's process, for chrome://tracing or Perfetto.
 
-Owns the one recording that can go on at a time. Called by `engine.process`, between two iterations.
+Owns the one recording that can go on at a time. Called by `engine.serving`, between two iterations.
 """
 
 from __future__ import annotations

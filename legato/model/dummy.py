@@ -1,7 +1,7 @@
 """Weights of a rank without a checkpoint: drawn on the device, with the statistics that decide how long kernels take.
 
 Owns what is drawn: scales at which the residual stream stays a token's own, quantised values of normal ones, and a router that
-reaches a chosen number of experts. Must not be used to generate text. Called by `legato.bench.slice`.
+reaches a chosen number of experts. Must not be used to generate text. Called by `legato.bench.share`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The communicator of one rank that runs without the others: for timing a rank's share of the work on one device.
 
 Owns the count of exchanges that a group would have made. Must not be used to generate: what comes out is one rank's partial
-result. Called by `legato.bench.slice`.
+result. Called by `legato.bench.share`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ REVISIT = 256
 KEPT = 0.995
 """What an iteration leaves of the weight of those before it."""
 KNOWN = 16
+"""Latest times of a number of drafts, of which the median counts."""
 
 
 @dataclass(slots=True)

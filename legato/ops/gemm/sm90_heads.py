@@ -1,8 +1,8 @@
 # pyright: basic
 """`linear_heads` on Hopper: each head's rows times that head's matrix, one launch of `sm90_heads.cu`.
 
-Owns the order of a packed weight, which `prologue` shares, and the launch. Imported by `sm90.py` only. A row's bits depend on
-nothing but that row, whatever the number of rows.
+Owns the order of a packed weight, which `prologue` shares, and the launch. Imported by `sm90.py` here and there. A row's bits
+depend on nothing but that row, whatever the number of rows.
 """
 
 from __future__ import annotations

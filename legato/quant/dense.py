@@ -16,6 +16,7 @@ from legato.ops.gemm import linear_bf16, linear_bf16_best, linear_bf16_normed, l
 from legato.ops.op import REFERENCE, Op
 from legato.ops.sample import greedy_keys
 from legato.quant.formats import Format
+from legato.quant.stack import Stack
 from legato.quant.weight import ScaleFault, StackedExperts, Weight
 
 Triple = tuple[Weight, Weight, Weight]
@@ -113,13 +114,7 @@ class DenseExperts(StackedExperts):
     @staticmethod
     def collect(triples: Iterable[Triple], num_experts: int, dtype: torch.dtype, device: torch.device) -> DenseExperts:
         """Dequantises expert after expert (any format) into two tensors; one expert is held twice at most."""
-        w13 = w2 = torch.empty(0)
-        for expert, (gate, up, down) in enumerate(triples):
-            width, hidden = gate.out_features, gate.in_features
-            if expert == 0:
-                w13 = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
-                w2 = torch.empty(num_experts, hidden, width, dtype=dtype, device=device)
-            w13[expert, :width] = gate.dequantize(dtype)
-            w13[expert, width:] = up.dequantize(dtype)
-            w2[expert] = down.dequantize(dtype)
-        return DenseExperts(w13, w2)
+        stack = Stack(num_experts, device)
+        for expert, parts in enumerate(triples):
+            stack.put(expert, *(part.dequantize(dtype) for part in parts))
+        return DenseExperts(stack.w13, stack.w2)

@@ -22,6 +22,7 @@ from legato.ops.sample import greedy_keys
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.scales import float_fault, zero_fault
+from legato.quant.stack import Stack
 from legato.quant.weight import ScaleFault, StackedExperts
 
 E4M3_MAX = 448.0
@@ -108,24 +109,17 @@ class Fp8BlockExperts(StackedExperts):
     def collect(triples: Iterable[Triple], num_experts: int, device: torch.device) -> Fp8BlockExperts:
         """Stacks experts that are all `Fp8BlockWeight` with F a multiple of 128 (gate and up blocks then stay
         whole)."""
-        w13 = w13_scale = w2 = w2_scale = torch.empty(0)
+        codes, scales = Stack(num_experts, device), Stack(num_experts, device)
         for expert, (gate, up, down) in enumerate(triples):
             if not (
                 isinstance(gate, Fp8BlockWeight) and isinstance(up, Fp8BlockWeight) and isinstance(down, Fp8BlockWeight)
             ):
                 raise TypeError("Fp8BlockExperts.collect takes Fp8BlockWeight only")
-            width, blocks = gate.out_features, gate.scale_inv.shape[0]
-            if expert == 0:
-                if width % BLOCK:
-                    raise ValueError(f"the expert width must be a multiple of {BLOCK}, got {width}")
-                w13 = _stacked(num_experts, 2 * width, gate.weight, device)
-                w13_scale = _stacked(num_experts, 2 * blocks, gate.scale_inv, device)
-                w2 = _stacked(num_experts, down.out_features, down.weight, device)
-                w2_scale = _stacked(num_experts, down.scale_inv.shape[0], down.scale_inv, device)
-            w13[expert, :width], w13[expert, width:] = gate.weight, up.weight
-            w13_scale[expert, :blocks], w13_scale[expert, blocks:] = gate.scale_inv, up.scale_inv
-            w2[expert], w2_scale[expert] = down.weight, down.scale_inv
-        return Fp8BlockExperts(w13, w13_scale, w2, w2_scale)
+            if gate.out_features % BLOCK:
+                raise ValueError(f"the expert width must be a multiple of {BLOCK}, got {gate.out_features}")
+            codes.put(expert, gate.weight, up.weight, down.weight)
+            scales.put(expert, gate.scale_inv, up.scale_inv, down.scale_inv)
+        return Fp8BlockExperts(codes.w13, scales.w13, codes.w2, scales.w2)
 
 
 def quantize_fp8_block(weight: torch.Tensor) -> Fp8BlockWeight:
@@ -145,7 +139,3 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
     rows, columns = values.shape
     padded = functional.pad(values, (0, -columns % BLOCK, 0, -rows % BLOCK))
     return padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-
-
-def _stacked(num_experts: int, rows: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(num_experts, rows, like.shape[1], dtype=like.dtype, device=device)

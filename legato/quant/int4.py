@@ -24,6 +24,7 @@ from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import BLOCK, Format
 from legato.quant.nibbles import NibbleWeight
 from legato.quant.scales import float_fault, zero_fault
+from legato.quant.stack import Stack
 from legato.quant.weight import ScaleFault, StackedExperts
 
 
@@ -79,20 +80,13 @@ class Int4Experts(StackedExperts):
     @staticmethod
     def collect(triples: Iterable[Triple], num_experts: int, device: torch.device) -> Int4Experts:
         """Stacks experts that are all `Int4Weight`."""
-        w13 = w13_scale = w2 = w2_scale = torch.empty(0)
+        codes, scales = Stack(num_experts, device), Stack(num_experts, device)
         for expert, (gate, up, down) in enumerate(triples):
             if not (isinstance(gate, Int4Weight) and isinstance(up, Int4Weight) and isinstance(down, Int4Weight)):
                 raise TypeError("Int4Experts.collect takes Int4Weight only")
-            width = gate.out_features
-            if expert == 0:
-                w13 = _stacked(num_experts, 2 * width, gate.packed, device)
-                w13_scale = _stacked(num_experts, 2 * width, gate.scale, device)
-                w2 = _stacked(num_experts, down.out_features, down.packed, device)
-                w2_scale = _stacked(num_experts, down.out_features, down.scale, device)
-            w13[expert, :width], w13[expert, width:] = gate.packed, up.packed
-            w13_scale[expert, :width], w13_scale[expert, width:] = gate.scale, up.scale
-            w2[expert], w2_scale[expert] = down.packed, down.scale
-        return Int4Experts(w13, w13_scale, w2, w2_scale)
+            codes.put(expert, gate.packed, up.packed, down.packed)
+            scales.put(expert, gate.scale, up.scale, down.scale)
+        return Int4Experts(codes.w13, scales.w13, codes.w2, scales.w2)
 
 
 def quantize_int4(weight: torch.Tensor) -> Int4Weight:
@@ -129,7 +123,3 @@ def from_w4afp8(weight: torch.Tensor, scale: torch.Tensor) -> Int4Weight:
 def _join(codes: torch.Tensor) -> torch.Tensor:
     nibbles = codes.view(torch.uint8) & 0x0F
     return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
-
-
-def _stacked(num_experts: int, rows: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(num_experts, rows, like.shape[1], dtype=like.dtype, device=device)

@@ -20,6 +20,7 @@ from legato.ops.op import Op
 from legato.quant.dense import DenseExperts, Triple
 from legato.quant.formats import NVFP4_GROUP, Format
 from legato.quant.nibbles import NibbleWeight
+from legato.quant.stack import Stack
 from legato.quant.weight import ScaleFault, StackedExperts
 
 E2M1_MAX = 6.0
@@ -90,24 +91,17 @@ class Nvfp4Experts(StackedExperts):
     @staticmethod
     def collect(triples: Iterable[Triple], num_experts: int, device: torch.device) -> Nvfp4Experts:
         """Stacks experts that are all `Nvfp4Weight`, each with one global scale."""
-        w13 = w13_scale = w2 = w2_scale = torch.empty(0)
+        codes, scales = Stack(num_experts, device), Stack(num_experts, device)
         w13_scale_2 = torch.empty(num_experts, 2, dtype=torch.float32, device=device)
         w2_scale_2 = torch.empty(num_experts, dtype=torch.float32, device=device)
         for expert, (gate, up, down) in enumerate(triples):
             if not (isinstance(gate, Nvfp4Weight) and isinstance(up, Nvfp4Weight) and isinstance(down, Nvfp4Weight)):
                 raise TypeError("Nvfp4Experts.collect takes Nvfp4Weight only")
-            width = gate.out_features
-            if expert == 0:
-                w13 = _stacked(num_experts, 2 * width, gate.packed, device)
-                w13_scale = _stacked(num_experts, 2 * width, gate.scale, device)
-                w2 = _stacked(num_experts, down.out_features, down.packed, device)
-                w2_scale = _stacked(num_experts, down.out_features, down.scale, device)
-            w13[expert, :width], w13[expert, width:] = gate.packed, up.packed
-            w13_scale[expert, :width], w13_scale[expert, width:] = gate.scale, up.scale
-            w2[expert], w2_scale[expert] = down.packed, down.scale
+            codes.put(expert, gate.packed, up.packed, down.packed)
+            scales.put(expert, gate.scale, up.scale, down.scale)
             w13_scale_2[expert, 0], w13_scale_2[expert, 1] = gate.scale_2[0], up.scale_2[0]
             w2_scale_2[expert] = down.scale_2[0]
-        return Nvfp4Experts(w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2)
+        return Nvfp4Experts(codes.w13, scales.w13, w13_scale_2, codes.w2, scales.w2, w2_scale_2)
 
 
 def quantize_nvfp4(weight: torch.Tensor) -> Nvfp4Weight:
@@ -142,7 +136,3 @@ def round_e2m1(values: torch.Tensor) -> torch.Tensor:
         above = magnitude > middle if lower % 2 == 0 else magnitude >= middle
         code += above.to(torch.uint8)
     return code | (torch.signbit(values).to(torch.uint8) << 3)
-
-
-def _stacked(num_experts: int, rows: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(num_experts, rows, like.shape[1], dtype=like.dtype, device=device)

@@ -16,7 +16,7 @@ from legato.llm import vocabulary_of
 from legato.model.inventory import stored_spec
 from legato.ops import BindError
 from legato.runtime.grammar import Grammars, Vocabulary
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 from legato.types import Grammar
 
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -18,10 +18,10 @@ from legato.model.checkpoint import Progress, no_progress
 from legato.runtime.grammar import Grammars, Vocabulary
 from legato.schedule import Progress as RequestProgress
 from legato.schedule import Request
-from legato.server.chat import ChatPrompt, ChatTemplate
-from legato.server.constraint import constrained
-from legato.server.stream import TextStream
-from legato.server.text import Tokenizer
+from legato.server.answer.constraint import constrained
+from legato.server.text.chat_template import ChatPrompt, ChatTemplate
+from legato.server.text.stream import TextStream
+from legato.server.text.tokenizer import Tokenizer
 from legato.types import (
     Completion,
     Delta,

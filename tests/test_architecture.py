@@ -39,7 +39,7 @@ TORCH_FREE = (
     "types",
     "schedule",
     "server",
-    "server/client",
+    "server/engine/client",
     "engine/messages",
     "engine/channel",
     "engine/loop",

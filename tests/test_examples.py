@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from legato.engine.messages import Counters, Report
-from legato.server.metrics import Metrics
+from legato.server.telemetry.metrics import Metrics
 from legato.types import Stats
 from tests.cli.test_serve_flags import parsed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from legato.engine.start import open_checkpoint
 from legato.model.inventory import stored_spec
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 
 PIECE = 1 << 14
 """Characters that are tokenised at once."""

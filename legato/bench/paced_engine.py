@@ -19,7 +19,7 @@ from legato.engine.serving import OnProgress, Served
 from legato.engine.start import open_checkpoint
 from legato.plan import Plan
 from legato.schedule import Limits, Progress, Scheduler
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 
 ITERATION_S = 0.02
 """Time of an iteration, as a large model has it."""

@@ -27,7 +27,7 @@ from legato.bench.record import Setting, append
 from legato.bench.served import Served, cpu_seconds, serving
 from legato.bench.timing import Spread
 from legato.config import Config
-from legato.server.listening import listen
+from legato.server.http.listening import listen
 from legato.server.run import Ready, in_loop, serve
 from legato.server.settings import Listen, ServerSettings
 

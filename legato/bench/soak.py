@@ -30,7 +30,7 @@ from legato.engine.start import Started, open_checkpoint, start
 from legato.llm import vocabulary_of
 from legato.runtime.grammar import Grammars
 from legato.schedule import Progress, QueueFull, Request
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 from legato.types import SamplingParams, samples_of
 
 CONTEXT, CACHE_TOKENS, HOST_TOKENS = 448, 960, 2048

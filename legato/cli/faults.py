@@ -13,9 +13,9 @@ from legato.engine.ranks.watch import RankLost
 from legato.model.faults import CheckpointError
 from legato.model.spec import SpecError
 from legato.schedule import RequestError
-from legato.server.chat import ChatError
 from legato.server.settings import SettingsError
-from legato.server.text import TokenizerError
+from legato.server.text.chat_template import ChatError
+from legato.server.text.tokenizer import TokenizerError
 from legato.types import ParameterError
 
 EXIT_CODE = 2

@@ -17,8 +17,8 @@ from legato.model.hub import open_source
 from legato.model.source import Source
 from legato.model.spec import ModelSpec
 from legato.schedule import RequestError
-from legato.server.chat import ChatTemplate
-from legato.server.text import Tokenizer, json_object
+from legato.server.text.chat_template import ChatTemplate
+from legato.server.text.tokenizer import Tokenizer, json_object
 from legato.types import too_long
 
 

@@ -16,7 +16,7 @@ from legato.cli import logs
 from legato.cli.faults import EXIT_CODE, FAULTS
 from legato.cli.progress import LoadingDisplay
 from legato.cli.serve_checks import Prepared
-from legato.server.client import EngineFailed
+from legato.server.engine.client import EngineFailed
 from legato.server.run import Ready, in_loop, serve
 
 ENGINE_FAILED = 1
@@ -36,7 +36,9 @@ def run(prepared: Prepared) -> None:
 
 
 def _run(prepared: Prepared, display: LoadingDisplay) -> None:
-    tracing = None if prepared.traces is None else import_module("legato.server.tracing").start(prepared.traces)
+    tracing = (
+        None if prepared.traces is None else import_module("legato.server.telemetry.tracing").start(prepared.traces)
+    )
 
     def ready(what: Ready) -> None:
         display.close()

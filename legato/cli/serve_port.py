@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from legato.cli.serve_flags import ServeFlags
 from legato.config import Config, ConfigError, from_environment
-from legato.server.listening import check_tls, listen
+from legato.server.http.listening import check_tls, listen
 from legato.server.settings import ServerSettings
 
 

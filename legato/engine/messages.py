@@ -1,7 +1,7 @@
 """What crosses the border between the server's process and the engine's: every message, and how it becomes bytes.
 
 Owns the vocabulary and the framing (length, then msgpack) and nothing else: no sockets, no tensors, no HTTP. Imported by
-`server.client` on one side and `engine.process` on the other; the two sides share no other code.
+`server.engine.client` on one side and `engine.process` on the other; the two sides share no other code.
 """
 
 from __future__ import annotations

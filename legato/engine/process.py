@@ -1,7 +1,7 @@
 """The engine's process, from its first line to its exit code: builds an engine, serves it, and leaves when anything is wrong.
 
 Imports no torch itself, so that whatever fails while the engine is built reaches the other side as a message. Started by
-`server.client`; what it builds is named on its command line.
+`server.engine.client`; what it builds is named on its command line.
 """
 
 from __future__ import annotations

@@ -15,15 +15,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from legato.server import admin, anthropic, native, openai_chat, openai_completions, openai_models, page, responses
-from legato.server.chat import ChatError
-from legato.server.client import CommandFailed, EngineClient, EngineFailed, RequestRefused
-from legato.server.errors import ApiError, api_error, response_to
-from legato.server.guard import Guard
-from legato.server.metrics import Metrics
-from legato.server.service import ModelText, Service, legato_version
+from legato.server.api import admin, native, page
+from legato.server.api.anthropic import reply as anthropic
+from legato.server.api.openai import chat_reply, completions, models
+from legato.server.api.responses import reply as responses
+from legato.server.api.service import ModelText, Service, legato_version
+from legato.server.engine.client import CommandFailed, EngineClient, EngineFailed, RequestRefused
+from legato.server.http.errors import ApiError, api_error, response_to
+from legato.server.http.guard import Guard
+from legato.server.http.sse import ClientGone
 from legato.server.settings import ServerSettings
-from legato.server.sse import ClientGone
+from legato.server.telemetry.metrics import Metrics
+from legato.server.text.chat_template import ChatError
 from legato.types import ParameterError
 
 DESCRIPTION = (
@@ -40,7 +43,7 @@ def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, 
     """The application around a running engine, which it neither starts nor closes."""
     service = Service.of(engine, text, settings, metrics)
     app = FastAPI(title="Legato", version=legato_version(), docs_url=None, redoc_url=None)
-    for part in (openai_chat, openai_completions, responses, openai_models, anthropic, native, admin):
+    for part in (chat_reply, completions, responses, models, anthropic, native, admin):
         app.include_router(part.router(service))
     if settings.access.admin_routes:
         app.include_router(admin.operations(service))

@@ -19,10 +19,10 @@ from typing import Literal, Protocol, Self, cast
 import msgspec
 
 from legato.engine.messages import Progress
-from legato.server.answer import AnswerMessage, Event, Phase, Step
-from legato.server.client import GenerationRequest, RequestRefused
-from legato.server.meter import RequestMeter
-from legato.server.metrics import Metrics
+from legato.server.answer.structure import AnswerMessage, Event, Phase, Step
+from legato.server.engine.client import GenerationRequest, RequestRefused
+from legato.server.telemetry.meter import RequestMeter
+from legato.server.telemetry.metrics import Metrics
 from legato.types import FinishReason, ParameterError, SamplingParams, TokenLogprob, samples_of
 
 Ending = Literal["stop", "length", "tool_calls", "abort", "deadline"]

@@ -23,17 +23,17 @@ import uvloop
 
 from legato.config import Config
 from legato.engine.messages import EngineInfo, Loading
-from legato.server.access_log import AccessLog
+from legato.server.api.service import ModelText
 from legato.server.app import create_app
-from legato.server.client import ENGINE, EngineClient, EngineFailed
-from legato.server.doorway import Application, Doorway
-from legato.server.listening import address_of
-from legato.server.meter import Timeline
-from legato.server.metrics import Metrics
-from legato.server.protocol import protocol
-from legato.server.service import ModelText
+from legato.server.engine.client import ENGINE, EngineClient, EngineFailed
+from legato.server.http.access_log import AccessLog
+from legato.server.http.doorway import Application, Doorway
+from legato.server.http.listening import address_of
+from legato.server.http.protocol import protocol
 from legato.server.settings import SamplingDefaults, ServerSettings
-from legato.server.text import Folder
+from legato.server.telemetry.meter import Timeline
+from legato.server.telemetry.metrics import Metrics
+from legato.server.text.tokenizer import Folder
 
 log = logging.getLogger("legato.server")
 
@@ -61,7 +61,7 @@ class Ready:
 
 
 class Tracing(Protocol):
-    """Where finished requests are told; see `server.tracing`, which needs an extra and is imported by who asks for it."""
+    """Where finished requests are told: `server.telemetry.tracing`, which needs an extra and is imported by who asks for it."""
 
     def around(self, application: Application) -> Application: ...
 
@@ -96,7 +96,7 @@ async def serve(
 ) -> None:
     """Loads, serves until SIGTERM or SIGINT, lets running requests finish, and ends. A second signal ends at once.
 
-    `engine` names what its process builds, as `server.client` takes it.
+    `engine` names what its process builds, as `server.engine.client` takes it.
 
     Raises:
         EngineFailed: the engine could not start, or failed while it served.

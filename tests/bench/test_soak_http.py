@@ -16,12 +16,12 @@ from legato.bench.soak_http.asks import LONG, Asks
 from legato.bench.soak_http.clients import Clients
 from legato.bench.soak_http.ledger import Ledger, Scrape
 from legato.bench.soak_http.replies import PATHS, Api, Choice, QueueFull, Reply, ReplyError, read_event
+from legato.server.api.service import ModelText
 from legato.server.app import create_app
-from legato.server.client import GenerationRequest, RequestRefused
-from legato.server.metrics import Metrics
-from legato.server.service import ModelText
+from legato.server.engine.client import GenerationRequest, RequestRefused
 from legato.server.settings import RequestLimits, ServerSettings
-from legato.server.text import Folder
+from legato.server.telemetry.metrics import Metrics
+from legato.server.text.tokenizer import Folder
 from tests.server.fake_engine import FakeEngine
 from tests.server.live import Live
 

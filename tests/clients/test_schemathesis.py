@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from legato.server.api.service import ModelText
 from legato.server.app import create_app
-from legato.server.client import GenerationRequest
-from legato.server.metrics import Metrics
-from legato.server.service import ModelText
+from legato.server.engine.client import GenerationRequest
 from legato.server.settings import ServerSettings
-from legato.server.text import Folder
+from legato.server.telemetry.metrics import Metrics
+from legato.server.text.tokenizer import Folder
 from tests.server.fake_engine import FakeEngine
 from tests.server.live import Live
 

@@ -20,7 +20,7 @@ from legato.model.inventory import stored_spec
 from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.schedule import Request
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 from legato.types import SamplingParams
 
 SMALL_CACHE = CacheConfig(tokens=8192)

@@ -24,7 +24,7 @@ from legato.engine.messages import EngineInfo
 from legato.engine.serving import OnProgress, Served
 from legato.plan import Outcome, Plan
 from legato.schedule import Limits, Progress, Scheduler
-from legato.server.client import EngineClient, GenerationRequest
+from legato.server.engine.client import EngineClient, GenerationRequest
 from legato.types import SamplingParams
 from tests.schedule.device import EOS, Device, reference
 

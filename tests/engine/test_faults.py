@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.server.client import GRACE_S, EngineClient, EngineFailed
+from legato.server.engine.client import GRACE_S, EngineClient, EngineFailed
 from legato.types import SamplingParams
 from tests.engine import standin
 from tests.engine.standin import (
@@ -258,7 +258,7 @@ SERVER = """
 import asyncio, signal, sys
 from legato.types import SamplingParams
 from tests.engine import standin
-from legato.server.client import EngineClient, GenerationRequest
+from legato.server.engine.client import EngineClient, GenerationRequest
 
 async def main():
     stop = asyncio.Event()

@@ -19,7 +19,7 @@ from legato.config import CacheConfig, Config
 from legato.llm import vocabulary_of
 from legato.runtime.grammar import Grammars
 from legato.schedule import Request
-from legato.server.client import EngineClient, EngineFailed, GenerationRequest, RequestRefused
+from legato.server.engine.client import EngineClient, EngineFailed, GenerationRequest, RequestRefused
 from legato.types import SamplingParams, TokenLogprob, samples_of
 from tests.engine.conftest import Shipped
 

@@ -8,7 +8,7 @@ import pytest
 
 from legato.checkpoints import HELD_OUT, SMALL
 from legato.model.checkpoint import Checkpoint
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 from tests.parallel.ranks import Answer, Job, Prompts, of_group, of_one
 
 NEAR_TIE = 1e-3

@@ -18,7 +18,7 @@ from legato.llm import vocabulary_of
 from legato.plan import Plan
 from legato.runtime.grammar import Grammars
 from legato.schedule import Request
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 from legato.types import SamplingParams
 from tests.runtime.on_gpu import CHECKPOINT, GREEDY, PROMPTS, SAMPLED, SPEC, engine, flips, prompts, run, taken
 

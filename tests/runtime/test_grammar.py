@@ -11,7 +11,7 @@ import pytest
 from legato.checkpoints import SMALL
 from legato.llm import vocabulary_of
 from legato.runtime.grammar import MAX_INDENT, MAX_PROPERTIES, Gate, Grammars, Vocabulary, allowed_tokens
-from legato.server.text import Folder, Tokenizer
+from legato.server.text.tokenizer import Folder, Tokenizer
 from legato.types import Grammar, ParameterError
 
 WIDTH = 6

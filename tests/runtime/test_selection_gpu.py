@@ -14,7 +14,7 @@ import torch
 from legato.checkpoints import HELD_OUT
 from legato.engine.loop import Engine
 from legato.schedule import Request
-from legato.server.text import Tokenizer
+from legato.server.text.tokenizer import Tokenizer
 from tests.runtime import on_gpu
 from tests.runtime.on_gpu import CHECKPOINT, GREEDY, LENGTH, NEAR_TIE, SPEC, engine
 

@@ -12,13 +12,13 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from legato.config import Config, ExecutionConfig, ScheduleConfig
+from legato.server.api.service import ModelText
 from legato.server.app import create_app
-from legato.server.chat import ChatTemplate
-from legato.server.client import EngineClient
-from legato.server.metrics import Metrics
-from legato.server.service import ModelText
+from legato.server.engine.client import EngineClient
 from legato.server.settings import SamplingDefaults, ServerSettings
-from legato.server.text import Folder, Tokenizer
+from legato.server.telemetry.metrics import Metrics
+from legato.server.text.chat_template import ChatTemplate
+from legato.server.text.tokenizer import Folder, Tokenizer
 from tests import tiny_text
 from tests.server.live import Live
 from tests.server.scripted import Server

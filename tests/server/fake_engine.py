@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from legato.engine.messages import Counters, EngineInfo, Progress, PromptLogprobs, Report
-from legato.server.client import EngineFailed, GenerationRequest, RequestRefused
+from legato.server.engine.client import EngineFailed, GenerationRequest, RequestRefused
 from legato.types import Stats, TokenLogprob
 
 Script = Callable[[GenerationRequest], Iterable[Sequence[int]]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from legato.server.protocol import protocol
+from legato.server.http.protocol import protocol
 
 
 class Live:

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx2
 
+from legato.server.api.service import ModelText
 from legato.server.app import create_app
-from legato.server.client import GenerationRequest
-from legato.server.metrics import Metrics
-from legato.server.service import ModelText
+from legato.server.engine.client import GenerationRequest
 from legato.server.settings import ServerSettings
+from legato.server.telemetry.metrics import Metrics
 from tests.server.fake_engine import FakeEngine
 from tests.server.live import Live
 

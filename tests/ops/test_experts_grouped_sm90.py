@@ -8,25 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
-from legato.ops import build, route
+from legato.ops import route
 from legato.ops.experts import sm90, sm90_grouped, sm90_route
 from legato.ops.op import implemented
 from tests.ops.test_experts_sm90 import Mixture, needs_gpu
 
 FORMS = tuple(sm90_grouped.FORMS)
 CUTS = [(form, cut) for form, cuts in sm90_grouped.FORMS.items() for cut in cuts]
-
-
-@pytest.fixture
-def nvrtc() -> None:
-    """Skips where the compiler's library is not installed."""
-    try:
-        build._nvrtc_version()
-    except RuntimeError as error:  # how cuda.bindings says that the library is not there
-        pytest.skip(f"NVRTC is not installed: {error}")
 
 
 @pytest.mark.parametrize(("form", "cut"), CUTS, ids=str)
@@ -58,13 +48,13 @@ def test_a_call_is_cut_for_the_rows_of_an_expert() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("form", "cut"), CUTS, ids=str)
-def test_products_compile_without_spills(form: str, cut: sm90_grouped.Form, nvrtc: None) -> None:
+def test_products_compile_without_spills(form: str, cut: sm90_grouped.Form) -> None:
     kernel, shared_bytes = sm90_grouped.product(form, cut)
     usage = kernel.usage("sm_90a")
     assert usage.spill_store_bytes == 0 and usage.static_shared_bytes + shared_bytes <= 227 * 1024
 
 
-def test_what_stands_around_compiles(nvrtc: None) -> None:
+def test_what_stands_around_compiles() -> None:
     for name in ("count_pairs", "plan_pairs", "place_pairs", "sort_rows", "sum_choices"):
         assert sm90_grouped.around(name, 256).usage("sm_90a").spill_store_bytes == 0
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
-from legato.ops import build, moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
+from legato.ops import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
 from legato.ops.case import Draw
 from legato.ops.experts import sm90_launch, sm90_route
 from legato.ops.experts import sm90_packing as packing
@@ -26,15 +25,6 @@ from legato.ops.gemm.stored import fp8_weight, int4_weight, nvfp4_weight
 from legato.ops.op import implemented
 
 EXPERTS, OUTPUTS, INPUTS = 2, 32, 256
-
-
-@pytest.fixture
-def nvrtc() -> None:
-    """Skips where the compiler's library is not installed."""
-    try:
-        build._nvrtc_version()
-    except RuntimeError as error:  # how cuda.bindings says that the library is not there
-        pytest.skip(f"NVRTC is not installed: {error}")
 
 
 @pytest.fixture
@@ -153,7 +143,7 @@ def test_every_cut_fits_the_multiprocessor(shape: tuple[int, int], routed: str, 
     assert cut.shared_bytes <= 226 * 1024 and macros["X_ROWS"] >= min(rows, 8)
 
 
-def test_the_source_compiles(nvrtc: None) -> None:
+def test_the_source_compiles() -> None:
     """And counts the shared memory as the launch does, which it asserts; here for one step a copy and no shared expert."""
     what = sm90_launch.Experts("nvfp4", None, 128, 128, 8, 132)
     made, dynamic = sm90_launch.kernel(what, 6, 2)
@@ -163,7 +153,7 @@ def test_the_source_compiles(nvrtc: None) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("routed", ["bf16", "fp8", "int4", "nvfp4"])
-def test_every_format_compiles_and_fits(routed: str, nvrtc: None) -> None:
+def test_every_format_compiles_and_fits(routed: str) -> None:
     for hidden, width, rows in ((6144, 256, 1), (6144, 256, 6), (6144, 2048, 16)):
         what = sm90_launch.Experts(routed, "bf16", hidden, width, 256, 132)
         made, dynamic = sm90_launch.kernel(what, rows, 8)

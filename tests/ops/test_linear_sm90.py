@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
-from legato.ops import build
 from legato.ops.gemm import (
     linear_bf16,
     linear_bf16_best,
@@ -35,15 +33,6 @@ from legato.ops.pointwise import rms_norm
 from legato.ops.sample.ranks import token_of
 
 SHAPES = sorted(sm90_tiling.RECORDED)
-
-
-@pytest.fixture
-def nvrtc() -> None:
-    """Skips where the compiler's library is not installed."""
-    try:
-        build._nvrtc_version()
-    except RuntimeError as error:  # how cuda.bindings says that the library is not there
-        pytest.skip(f"NVRTC is not installed: {error}")
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -139,12 +128,12 @@ def test_shapes_that_no_tiling_fits_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2624, 6144, 16), (4096, 6144, 16), (2624, 6144, 8)], ids=str)
-def test_the_source_compiles_without_spills(shape: tuple[int, int, int], nvrtc: None) -> None:
+def test_the_source_compiles_without_spills(shape: tuple[int, int, int]) -> None:
     usage = sm90.kernel(sm90_tiling.tiling(*shape), 1)[0].usage("sm_90a")
     assert usage.spill_store_bytes == usage.spill_load_bytes == 0
 
 
-def test_fused_forms_compile_without_spills(nvrtc: None) -> None:
+def test_fused_forms_compile_without_spills() -> None:
     for shape in ((2048, 2048, 16), (6144, 2048, 8)):
         cut = sm90_tiling.tiling(*shape)
         made = sm90.normed_kernel(cut, 2)[0], sm90.best_kernel(cut, 2)[0]
@@ -155,7 +144,7 @@ def test_fused_forms_compile_without_spills(nvrtc: None) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("tiles", sm90_tiling.TILES)
-def test_every_tiling_compiles_without_spills(tiles: int, nvrtc: None) -> None:
+def test_every_tiling_compiles_without_spills(tiles: int) -> None:
     for shape in (*SHAPES, *UNRECORDED):
         cut = sm90_tiling.tiling(*shape)
         for swiglu in (0, 1) if shape[2] == 16 and cut.strips * 2 % cut.ranks == 0 else (0,):

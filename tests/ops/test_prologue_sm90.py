@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops import build, rope_angles
 from legato.ops.cache import index_cache, latent_cache
@@ -25,15 +24,6 @@ from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_full, sm
 #: Q, H, N: the checkpoint that ships with Legato, one rank of eight of GLM-5.2, and all of it.
 SMALL, RANK_OF_8, WHOLE = (128, 4, 64), (2048, 8, 192), (2048, 64, 192)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture
-def nvrtc() -> None:
-    """Skips where the compiler's library is not installed."""
-    try:
-        build._nvrtc_version()
-    except RuntimeError as error:  # how cuda.bindings says that the library is not there
-        pytest.skip(f"NVRTC is not installed: {error}")
 
 
 def test_a_packed_weight_can_be_restored() -> None:
@@ -53,7 +43,7 @@ def test_shapes_that_no_kernel_serves_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=str)
-def test_the_sources_compile_without_spills(cached: torch.dtype, nvrtc: None) -> None:
+def test_the_sources_compile_without_spills(cached: torch.dtype) -> None:
     full = sm90.kernel(192, 512, 32, cached)
     for kernel in (full, sm90.kernel(64, 512, 0, cached), sm90_heads.kernel(512)[0], sm90_unfused.kernel("hadamard")):
         usage = kernel.usage("sm_90a")

@@ -12,23 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
-pytest.importorskip("cuda.bindings", reason="the cuda extra is not installed")
+pytest.importorskip("tests.ops.nvrtc")
 
-from legato.ops import build
 from legato.ops.reduce import Recorded, add_rms_norm, all_gather, all_reduce_add_norm, inbox, sm90
 from legato.ops.reduce.inbox import ALARM_WORDS, EMPTY_BYTE, Inbox, InboxShape, RankLostError
 
 EPS = 1e-5
-
-
-@pytest.fixture
-def nvrtc() -> None:
-    """Skips where the compiler's library is not installed."""
-    try:
-        build._nvrtc_version()
-    except RuntimeError as error:  # how cuda.bindings says that the library is not there
-        pytest.skip(f"NVRTC is not installed: {error}")
 
 
 @pytest.mark.parametrize(
@@ -42,15 +31,13 @@ def nvrtc() -> None:
         ),
     ],
 )
-def test_the_sum_compiles_without_spills_and_its_block_fits(
-    ranks: int, width: int, more: dict[str, bool], nvrtc: None
-) -> None:
+def test_the_sum_compiles_without_spills_and_its_block_fits(ranks: int, width: int, more: dict[str, bool]) -> None:
     usage = sm90.add_norm_kernel(ranks, width, **more).usage("sm_90a")
     assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0
     assert usage.registers * sm90.threads(width) <= 65536
 
 
-def test_the_gather_compiles_without_spills(nvrtc: None) -> None:
+def test_the_gather_compiles_without_spills() -> None:
     for kernel in (sm90.all_gather_kernel(8), sm90.gather_local_kernel(8)):
         usage = kernel.usage("sm_90a")
         assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0

@@ -15,7 +15,8 @@ from rich.console import Console
 from legato.cli.loading import load, speed
 from legato.config import Config
 from legato.llm import LLM
-from legato.server.answer.structure import Answer, ContentText, ReasoningText, Step
+from legato.server.answer.events import ContentText, ReasoningText, Step
+from legato.server.answer.structure import Answer
 from legato.types import FinishReason, SamplingParams
 
 HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops a reply"

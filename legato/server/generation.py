@@ -19,7 +19,7 @@ from typing import Literal, Protocol, Self, cast
 import msgspec
 
 from legato.engine.messages import Progress
-from legato.server.answer.structure import AnswerMessage, Event, Phase, Step
+from legato.server.answer.events import AnswerMessage, Event, Phase, Step
 from legato.server.engine.client import GenerationRequest, RequestRefused
 from legato.server.telemetry.meter import RequestMeter
 from legato.server.telemetry.metrics import Metrics

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from legato.config import Config
 from legato.engine.messages import EngineInfo, Loading
@@ -27,7 +28,7 @@ from legato.server.api.service import ModelText
 from legato.server.app import create_app
 from legato.server.engine.client import ENGINE, EngineClient, EngineFailed
 from legato.server.http.access_log import AccessLog
-from legato.server.http.doorway import Application, Doorway
+from legato.server.http.doorway import Doorway
 from legato.server.http.listening import address_of
 from legato.server.http.protocol import protocol
 from legato.server.settings import SamplingDefaults, ServerSettings
@@ -63,7 +64,7 @@ class Ready:
 class Tracing(Protocol):
     """Where finished requests are told: `server.telemetry.tracing`, which needs an extra and is imported by who asks for it."""
 
-    def around(self, application: Application) -> Application: ...
+    def around(self, application: ASGIApp) -> ASGIApp: ...
 
     def finished(self, timeline: Timeline) -> None: ...
 
@@ -105,7 +106,7 @@ async def serve(
     started = time.monotonic()
     _raise_file_limit()
     doorway = Doorway()
-    application: Application = doorway if tracing is None else tracing.around(doorway)
+    application: ASGIApp = doorway if tracing is None else tracing.around(doorway)
     http = HttpServer(
         uvicorn.Config(
             AccessLog(application) if access_log else application,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from legato.server.answer.structure import AnswerMessage, ContentText, Phase, Step
+from legato.server.answer.events import AnswerMessage, ContentText, Phase, Step
 from legato.server.text.stream import TextDelta, TextStream
 from legato.server.text.tokenizer import Tokenizer
 from legato.types import FinishReason

@@ -10,10 +10,19 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-import msgspec
-
+from legato.server.answer.events import (
+    AnswerMessage,
+    ContentText,
+    Event,
+    Phase,
+    ReasoningText,
+    Step,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from legato.server.text.stream import StopMatcher
 from legato.server.text.tokenizer import Tokenizer
 from legato.server.tools.call import CALL, CALL_TAGS, END_CALL, OpenCall, Verdict
@@ -21,72 +30,6 @@ from legato.server.tools.definitions import Tools
 from legato.types import FinishReason
 
 THINK, END_THINK = "<think>", "</think>"
-Phase = Literal["reasoning", "content", "tool_call"]
-
-
-class ReasoningText(msgspec.Struct, frozen=True):
-    """A piece of the reasoning."""
-
-    text: str
-
-
-class ContentText(msgspec.Struct, frozen=True):
-    """A piece of the answer proper."""
-
-    text: str
-
-
-class ToolCallStart(msgspec.Struct, frozen=True):
-    """Call number `index` of this answer begins; its name is complete."""
-
-    index: int
-    id: str
-    name: str
-
-
-class ToolCallArguments(msgspec.Struct, frozen=True):
-    """A piece of a call's arguments. The pieces of a call together are a JSON object, unless the answer was cut inside it."""
-
-    index: int
-    text: str
-
-
-class ToolCallEnd(msgspec.Struct, frozen=True):
-    """Nothing more comes for this call. Every call that starts ends."""
-
-    index: int
-
-
-Event = ReasoningText | ContentText | ToolCallStart | ToolCallArguments | ToolCallEnd
-
-
-class Step(msgspec.Struct, frozen=True):
-    """What some tokens added: events in order, no two neighbours mergeable; how many of the tokens belong to the answer (fewer
-    than were pushed where the answer ended among them); and what ended it: a stop string, or `</tool_call>` where one call is all
-    that may be made."""
-
-    events: tuple[Event, ...]
-    num_tokens: int
-    stop: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call as a whole. `is_complete`: `arguments` is a JSON object; false where the answer was cut inside it."""
-
-    id: str
-    name: str
-    arguments: str
-    is_complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerMessage:
-    """The answer so far, as a whole."""
-
-    reasoning: str
-    content: str
-    calls: tuple[ToolCall, ...]
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
-from legato.server.http.doorway import Application, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger("legato.access")
 
@@ -18,7 +18,7 @@ log = logging.getLogger("legato.access")
 class AccessLog:
     """An ASGI application that logs what another one answers. Query strings are left out: keys may stand in them."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: ASGIApp) -> None:
         self._application = application
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -5,19 +5,12 @@ Owns that answer and nothing else. Called by `server.run`, which puts the real a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-
 import msgspec
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.engine.messages import Loading
 from legato.server.http.errors import ApiError, body_of
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 RETRY_SECONDS = 5
 
@@ -26,7 +19,7 @@ class Doorway:
     """An ASGI application that is another one from when `application` is set, and until then says how far loading is."""
 
     def __init__(self) -> None:
-        self.application: Application | None = None
+        self.application: ASGIApp | None = None
         self.loading = Loading("starting")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

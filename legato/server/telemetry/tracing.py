@@ -15,8 +15,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from legato.server.http.doorway import Application, Receive, Scope, Send
 from legato.server.telemetry.meter import Timeline
 
 CARRIED = ("traceparent", "tracestate")
@@ -54,7 +54,7 @@ class Tracing:
             self._tracer.start_span(name, context=inside, start_time=self._ns(start)).end(self._ns(end))
         request.end(self._ns(timeline.ended))
 
-    def around(self, application: Application) -> Application:
+    def around(self, application: ASGIApp) -> ASGIApp:
         """An ASGI application whose requests continue the caller's trace."""
         propagator = TraceContextTextMapPropagator()
 

@@ -26,6 +26,8 @@ UNSEEN_PARTS = {
 """Types of content parts that a model of text cannot see, and what they are called to its face."""
 REASONING_PARTS = {"thinking": "thinking", "redacted_thinking": None}
 """Types of content parts that are reasoning, and the field that holds it. Redacted reasoning can be read by nobody here."""
+MAX_DEPTH = 8
+"""How deep lists and objects in a message are searched for text."""
 MAX_KIND = 64
 """Characters of a part's type that a message repeats."""
 ATTRIBUTION = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n*", re.IGNORECASE)
@@ -212,3 +214,13 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping | None):
         raise ChatError(f"{where}.tool_calls: arguments must be a JSON object, got {type(arguments).__name__}")
     return {**normal, "function": {**function, "arguments": dict(cast(Message, arguments or {}))}}
+
+
+def texts_in(value: Any, depth: int = 0) -> Iterator[str]:
+    """Every string in messages, as deep as messages go."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict) and depth < MAX_DEPTH:
+        inner = cast(dict[str, Any], value).values() if isinstance(value, dict) else cast(list[Any], value)
+        for each in inner:
+            yield from texts_in(each, depth + 1)

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.server.answer.structure import (
-    Answer,
+from legato.server.answer.events import (
     AnswerMessage,
     ContentText,
     Event,
@@ -22,6 +21,7 @@ from legato.server.answer.structure import (
     ToolCallEnd,
     ToolCallStart,
 )
+from legato.server.answer.structure import Answer
 from legato.server.text.chat_template import ChatTemplate
 from legato.server.text.tokenizer import Tokenizer
 from legato.server.tools.definitions import Tools

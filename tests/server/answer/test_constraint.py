@@ -12,7 +12,8 @@ from legato.checkpoints import SMALL
 from legato.llm import LLM, vocabulary_of
 from legato.runtime.grammar import Grammars, allowed_tokens
 from legato.server.answer.constraint import answer_format, constrained
-from legato.server.answer.structure import Answer, AnswerMessage
+from legato.server.answer.events import AnswerMessage
+from legato.server.answer.structure import Answer
 from legato.server.text.chat_template import ChatTemplate
 from legato.server.text.tokenizer import Folder, Tokenizer
 from legato.server.tools.definitions import Tools

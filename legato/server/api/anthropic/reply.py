@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
-from legato.server.answer.structure import (
+from legato.server.answer.events import (
     ContentText,
     Event,
     ReasoningText,

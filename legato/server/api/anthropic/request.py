@@ -16,12 +16,12 @@ from pydantic import Field, WithJsonSchema
 
 from legato.server.answer.constraint import constrained
 from legato.server.answer.structure import Answer
-from legato.server.api.openai.chat_request import texts_in
 from legato.server.api.sampling_fields import NotSupported, checked_stops
 from legato.server.api.service import Service
 from legato.server.generation import Job
 from legato.server.http.validation import MAX_ITEMS, RequestModel, respelled
 from legato.server.text.chat_template import ChatError, ChatPrompt, ChatTemplate
+from legato.server.text.messages import texts_in
 from legato.server.tools.definitions import Tools
 from legato.types import ParameterError, SamplingParams
 
@@ -58,7 +58,7 @@ ToolDefinition = Annotated[dict[str, Any], WithJsonSchema(TOOL_SCHEMA)]
 CLEAR_THINKING = "clear_thinking_20251015"
 
 
-class Thinking(RequestModel):
+class ThinkingBudget(RequestModel):
     """Whether the model reasons before it answers. Without this field it does not, as the API has it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -108,7 +108,7 @@ class PromptRequest(RequestModel):
     system: str | list[dict[str, Any]] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingBudget | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="The same as output_config.format.")
     cache_control: dict[str, Any] | None = Field(None, description="Taken: every prefix is looked for.")

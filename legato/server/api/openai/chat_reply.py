@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from legato.server.answer.structure import (
+from legato.server.answer.events import (
     AnswerMessage,
     ContentText,
     Event,

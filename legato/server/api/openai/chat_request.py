@@ -6,9 +6,9 @@ nothing of replies. Called by `server.api.openai.chat_reply`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
@@ -19,10 +19,10 @@ from legato.server.api.service import Service
 from legato.server.generation import Job, Reader
 from legato.server.http.validation import MAX_ITEMS, OnlyFalse, OnlyTrue, RequestModel
 from legato.server.text.chat_template import ChatError, ChatTemplate
+from legato.server.text.messages import texts_in
 from legato.server.tools.definitions import Tools
 from legato.types import MAX_LOGPROBS, ParameterError
 
-MAX_DEPTH = 8
 MESSAGE_SCHEMA: dict[str, Any] = {
     "title": "Message",
     "type": "object",
@@ -225,13 +225,3 @@ def chat_job(service: Service, request: ChatRequest, id: str) -> ChatJob:
         cache_salt=request.cache_salt or "",
     )
     return ChatJob(job, num_top)
-
-
-def texts_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Every string in messages, as deep as messages go."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict) and depth < MAX_DEPTH:
-        inner = cast(dict[str, Any], value).values() if isinstance(value, dict) else cast(list[Any], value)
-        for each in inner:
-            yield from texts_in(each, depth + 1)

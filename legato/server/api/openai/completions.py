@@ -14,8 +14,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from legato.server.answer.constraint import constrained
+from legato.server.answer.events import ContentText
 from legato.server.answer.plain import PlainText
-from legato.server.answer.structure import ContentText
 from legato.server.api.openai.logprobs import LOGPROB_SIZE, CompletionArrays
 from legato.server.api.openai.schema import (
     Completion,

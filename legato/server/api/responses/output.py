@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from legato.server.answer.structure import (
+from legato.server.answer.events import (
     ContentText,
     Event,
     ReasoningText,

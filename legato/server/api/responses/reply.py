@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from legato.server.answer.structure import Event
+from legato.server.answer.events import Event
 from legato.server.api.openai.logprobs import chat_logprobs
 from legato.server.api.responses.output import Items, ReasoningForm, Told
 from legato.server.api.responses.request import ENCRYPTED, ResponseJob, ResponsesRequest, response_job

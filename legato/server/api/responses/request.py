@@ -16,7 +16,6 @@ from pydantic import Field
 
 from legato.server.answer.constraint import constrained
 from legato.server.answer.structure import Answer
-from legato.server.api.openai.chat_request import texts_in
 from legato.server.api.responses.input import Conversation, InputItems
 from legato.server.api.responses.tools import PLACE, FlatTools, Home, ToolOfRequest
 from legato.server.api.sampling_fields import (
@@ -31,6 +30,7 @@ from legato.server.api.service import Service
 from legato.server.generation import Job
 from legato.server.http.validation import OnlyFalse, RequestModel, respelled
 from legato.server.text.chat_template import ChatError, ChatPrompt, ChatTemplate
+from legato.server.text.messages import texts_in
 from legato.server.tools.definitions import Tools
 from legato.types import MAX_LOGPROBS, ParameterError
 

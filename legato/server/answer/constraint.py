@@ -25,8 +25,9 @@ from legato.server.tools.argument_grammar import (
     json_rule,
     regex_literal,
 )
-from legato.server.tools.call import CALL, CALL_TAGS, END_CALL
+from legato.server.tools.call import CALL, CALL_TAGS, END_CALL, END_KEY, END_VALUE, KEY, VALUE
 from legato.server.tools.definitions import Tool, Tools
+from legato.server.tools.freeform import INPUT, TextGrammar
 from legato.types import Grammar, ParameterError, SamplingParams
 
 MAX_KEPT = 4096
@@ -168,6 +169,8 @@ def _arguments(tool: Tool, number: int, rules: list[str], names: dict[str, str])
     What cannot be put into a grammar is refused for a strict tool, and free for others: only `strict` promises the schema.
     """
     path = f"tools[{number}].function.parameters"
+    if tool.text_grammar is not None:
+        return _text(tool.text_grammar, number, rules)
     try:
         grammar = arguments_grammar(tool.parameters, f"t{number}")
     except SchemaError as error:
@@ -191,6 +194,23 @@ def _arguments(tool: Tool, number: int, rules: list[str], names: dict[str, str])
                 raise
             rules.append(f"{value.name}: {ANY_VALUE}")
     rules.append(f"t{number}: {grammar.sequence}")
+    return f"t{number}"
+
+
+def _text(grammar: TextGrammar, number: int, rules: list[str]) -> str:
+    """Adds the rules of a free-form tool's text and returns what stands for them in a call."""
+    path = f"tools[{number}].function.format.definition"
+    if grammar.syntax == "lark":
+        if fault := _known_fault(grammar.definition):
+            raise ParameterError(path, f"cannot be enforced: {fault}")
+        rule = f"%lark {{\n{grammar.definition}\n}}"
+    else:
+        try:
+            rule = regex_literal(grammar.definition)
+        except SchemaError as error:
+            raise ParameterError(path, str(error)) from error
+    checked(rule, path)
+    rules += [f"t{number}_0: {rule}", f"t{number}: {KEY} {json.dumps(INPUT)} {END_KEY} {VALUE} t{number}_0 {END_VALUE}"]
     return f"t{number}"
 
 

@@ -155,6 +155,10 @@ class Service:
                         code="context_length_exceeded",
                     )
 
+    def room_for(self, asked: int | None, prompt_len: int) -> int | None:
+        """What is asked for as an upper bound; `None` where the context ends before it, and the answer with it."""
+        return None if asked is not None and prompt_len + asked > self.engine.info.context else asked
+
     def check_minimum(self, min_tokens: int, prompt_len: int) -> None:
         """Raises `ParameterError` where the context ends before an answer may."""
         room = self.engine.info.context - prompt_len

@@ -23,7 +23,8 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 UNSEEN_PARTS = {
     "image": "image", "image_url": "image", "input_image": "image", "document": "document", "file": "file", "input_file": "file",
 }  # fmt: skip
-"""Types of content parts that a model of text cannot see, and what they are called to its face."""
+"""Types of content parts that a model of text cannot see, and what they are called to its face. One in the last message of a user
+is refused; one that stands in the conversation already, or that a tool brought, is told of in words."""
 REASONING_PARTS = {"thinking": "thinking", "redacted_thinking": None}
 """Types of content parts that are reasoning, and the field that holds it. Redacted reasoning can be read by nobody here."""
 MAX_DEPTH = 8
@@ -46,11 +47,30 @@ def normal_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     its calls, and a `tool_result` in a user's message a message of its own, in its place. The attribution line of coding agents
     at the start of a system prompt is left out. A result that is an error is told like any other: templates have no word for it.
 
+    An image or a file that the user sends with the last message is refused. Before that, it is told to the model in words: some
+    clients keep what was refused in the conversation, or began it with a model that sees, and could never go on.
+
     Raises:
         ChatError: a message is not acceptable; names the message and the field.
     """
-    normal = [each for number, message in enumerate(messages) for each in _normal(message, f"messages[{number}]")]
+    last = max((number for number, message in enumerate(messages) if _goes_on(message)), default=-1)
+    normal = [
+        each
+        for number, message in enumerate(messages)
+        for each in _normal(message, f"messages[{number}]", is_past=number < last)
+    ]
     return _results_by_calls(normal)
+
+
+def _goes_on(message: Any) -> bool:
+    """Whether somebody speaks in a message, so that what a user said before it is past: results of tools alone are no speech."""
+    if not isinstance(message, Mapping) or cast(Message, message).get("role") not in ("user", "assistant"):
+        return False
+    content: Any = cast(Message, message).get("content")
+    if not isinstance(content, list | tuple) or not content:
+        return True
+    parts = cast(Sequence[Any], content)
+    return not all(isinstance(part, Mapping) and cast(Message, part).get("type") == "tool_result" for part in parts)
 
 
 def _results_by_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,8 +96,8 @@ def _key(id: Any) -> str | None:
     return id if isinstance(id, str) else None
 
 
-def _normal(message: Any, where: str) -> Iterator[dict[str, Any]]:
-    """One message, or several where tool results stand among a user's text.
+def _normal(message: Any, where: str, *, is_past: bool) -> Iterator[dict[str, Any]]:
+    """One message, or several where tool results stand among a user's text. `is_past`: somebody has spoken since.
 
     `<think>` in assistant content is taken apart here, since guarded text no longer shows it to the template.
     """
@@ -89,6 +109,8 @@ def _normal(message: Any, where: str) -> Iterator[dict[str, Any]]:
     if role not in ROLES:
         raise ChatError(f"{where}.role: must be one of {', '.join(ROLES)}, got {role!r}")
     parts = list(_parts(normal.get("content"), where))
+    if role == "user" and is_past:
+        parts = [part.in_words() for part in parts]
     if role == "assistant":
         yield _assistant(normal, parts, where)
     elif role == "user" and any(part.type == "tool_result" for part in parts):
@@ -101,7 +123,7 @@ def _normal(message: Any, where: str) -> Iterator[dict[str, Any]]:
 
 
 def unseen(kind: str) -> str:
-    """What stands for an image or a file in the result of a tool: it was the model that asked for it, and so it is told."""
+    """What stands for an image or a file where it is not refused."""
     return f"[{UNSEEN_PARTS[kind]} left out: this model reads text only]"
 
 
@@ -128,6 +150,10 @@ class _Part:
         if not isinstance(text, str):
             raise ChatError(f"{self.where}.{TEXT_PARTS[kind]}: must be text, got {type(text).__name__}")
         return text
+
+    def in_words(self) -> _Part:
+        """This part, or the words that stand for it."""
+        return _Part({"type": "text", "text": unseen(self.type)}, self.where) if self.type in UNSEEN_PARTS else self
 
     @property
     def result(self) -> str:
@@ -217,7 +243,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def texts_in(value: Any, depth: int = 0) -> Iterator[str]:
-    """Every string in messages, as deep as messages go."""
+    """Every string in messages that a model may get to see, as deep as messages go: images and files are no text."""
+    if isinstance(value, dict) and str(cast(dict[str, Any], value).get("type")) in UNSEEN_PARTS:
+        return
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict) and depth < MAX_DEPTH:

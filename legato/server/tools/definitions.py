@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from legato.server.tools.arguments import UNKNOWN, Types, argument_types
+from legato.server.tools.freeform import TextGrammar
 from legato.types import ParameterError
 
 Choice = Literal["none", "auto", "required"]
@@ -24,12 +25,14 @@ NAME = re.compile(r"[^\s<>{}\"]{1,256}")
 class Tool:
     """A function that the model may call. `parameters`: the JSON schema of its arguments; `definition`: what the template shows.
 
-    `strict`: its arguments must fit the schema, whatever the choice of tools."""
+    `strict`: its arguments must fit the schema, whatever the choice of tools. `text_grammar`: what the text of a free-form tool,
+    its only argument, must follow; such a tool is strict."""
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool
     definition: Mapping[str, Any]
+    text_grammar: TextGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,14 @@ class Tools:
                 raise ParameterError(f"tools[{number}]", f"a second function with the name {name!r}")
         choice, allowed = _choice(tool_choice, names)
         return cls(every, choice, allowed, parallel_tool_calls is not False)
+
+    def following(self, grammars: Mapping[str, TextGrammar | None]) -> Tools:
+        """The same tools, of which those named are held to the grammars of their texts."""
+        every = (
+            tool if (grammar := grammars.get(tool.name)) is None else replace(tool, text_grammar=grammar, strict=True)
+            for tool in self.every
+        )
+        return replace(self, every=tuple(every))
 
     @property
     def definitions(self) -> list[Mapping[str, Any]]:

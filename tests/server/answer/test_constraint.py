@@ -17,6 +17,7 @@ from legato.server.answer.structure import Answer
 from legato.server.text.chat_template import ChatTemplate
 from legato.server.text.tokenizer import Folder, Tokenizer
 from legato.server.tools.definitions import Tools
+from legato.server.tools.freeform import TextGrammar, parameters, text_of
 from legato.types import Grammar, ParameterError, SamplingParams
 
 PLAIN = SamplingParams()
@@ -408,6 +409,22 @@ def test_a_required_call_is_made(llms: list[LLM]) -> None:
     given = json.loads(call.arguments)
     assert call.name == "weather" and call.is_complete
     assert 2 <= len(given["city"]) <= 8 and 1 <= given["days"] <= 14 and isinstance(given["place"]["x"], int)
+
+
+def test_the_text_of_a_free_form_tool_follows_its_grammar(llms: list[LLM]) -> None:
+    lark = TextGrammar("lark", 'start: "+" LINE "\\n" word+ "}"\nLINE: /[0-9]{3}/\nword: "{" /[ab]{1,2}/')
+    patch = {"type": "function", "name": "patch", "parameters": parameters(lark)}
+    tools = Tools.from_openai(
+        [{"type": "function", "name": "weather", "parameters": WEATHER}, patch],
+        {"type": "function", "name": "patch"},
+        False,
+    )
+    assert tools is not None
+    message = answered(
+        llms, SamplingParams(seed=5, max_tokens=160), tools.following({"patch": lark}), None, enable_thinking=False
+    )
+    (call,) = message.calls
+    assert re.fullmatch(r"\+\d{3}\n(\{[ab]{1,2})+\}", text_of(call.arguments)), call.arguments
 
 
 def test_a_regex_with_slashes_is_generated_beside_tools(llms: list[LLM]) -> None:

@@ -347,6 +347,22 @@ def test_a_model_is_told_of_what_it_cannot_see_in_results(template: ChatTemplate
         assert f"pic.png[{name} left out: this model reads text only]" in openai.text and "iVBO" not in openai.text
 
 
+def test_a_picture_that_was_refused_does_not_end_the_conversation(template: ChatTemplate) -> None:
+    """Clients that keep it could never go on; with the last message it is refused, so that the user hears of it."""
+    for kind in ("image_url", "image", "file"):
+        picture = {
+            "role": "user",
+            "content": [{"type": "text", "text": "look"}, {"type": kind, "source": {"data": "iVBO"}}],
+        }
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]}
+        for behind in ([], [{"role": "tool", "tool_call_id": "1", "content": "x"}], [result]):
+            with pytest.raises(ChatError, match=rf"messages\[1\].content\[1\].{kind}: only text parts"):
+                template.render([USER, picture, *behind])
+        for behind in ([USER], [{"role": "assistant", "content": "I cannot."}, USER]):
+            text = template.render([USER, picture, *behind]).text
+            assert f"look[{kind.partition('_')[0]} left out: this model reads text only]" in text and "iVBO" not in text
+
+
 def test_deep_nesting_is_refused(template: ChatTemplate) -> None:
     call = {"function": {"name": "f", "arguments": '{"a":' * 100_000 + "1" + "}" * 100_000}}
     with pytest.raises(ChatError, match=r"nested too deeply|not valid JSON"):

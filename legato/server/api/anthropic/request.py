@@ -265,7 +265,7 @@ def messages_job(service: Service, request: MessagesRequest, id: str) -> Job:
     prompt, tools, stop = made.prompt, made.tools, params.stop
     ids = service.check_length(prompt.ids, "messages")
     # Agents always ask for as much as their own vendor's model may say; here the context may end before that, and says so.
-    most = None if len(ids) + request.max_tokens > service.engine.info.context else request.max_tokens
+    most = service.room_for(request.max_tokens, len(ids))
     with _own_names():
         params = constrained(
             replace(params, max_tokens=most, reasoning_budget=request.budget(service.template)),

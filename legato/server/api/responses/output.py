@@ -1,14 +1,14 @@
 """Events of an answer, made into the output items of /v1/responses: each as what a stream says of it, and as a whole.
 
-Owns reasoning, message and function_call items, their ids, their statuses and the events that build them, so that a stream and a
-whole reply agree. Knows nothing of requests, of the response around the items, or of the engine. Driven by
+Owns reasoning, message, function_call and custom_tool_call items, their ids, their statuses and the events that build them, so
+that a stream and a whole reply agree. Knows nothing of requests, of the response around the items, or of the engine. Driven by
 `server.api.responses.reply`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,8 +20,9 @@ from legato.server.answer.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from legato.server.api.responses.input import carried
+from legato.server.api.responses.conversation import carried
 from legato.server.api.responses.schema import (
+    CustomCallItem,
     FunctionCallItem,
     ItemStatus,
     MessageItem,
@@ -30,7 +31,8 @@ from legato.server.api.responses.schema import (
     ReasoningItem,
     TextLogprob,
 )
-from legato.server.api.responses.tools import Home
+from legato.server.api.responses.tools import FlatTools
+from legato.server.tools.freeform import TextReader, text_of
 
 Told = tuple[str, dict[str, Any]]
 """An event of a stream: its name without `response.`, and its body without type and number."""
@@ -46,11 +48,12 @@ class ReasoningForm:
 
 @dataclass(slots=True)
 class _Open:
-    """The item that is being written. `pieces` are its text or its arguments."""
+    """The item that is being written. `pieces` are its text or its arguments; `reader`: of a free-form call's text in them."""
 
     item: OutputItem
     pieces: list[str] = field(default_factory=list[str])
     logprobs: list[TextLogprob] = field(default_factory=list[TextLogprob])
+    reader: TextReader = field(default_factory=TextReader)
 
 
 @dataclass(slots=True)
@@ -59,13 +62,13 @@ class Items:
 
     Attributes:
         suffix: of the response's id; those of its items are made of it.
-        homes: of functions in namespaces, by the names that the model has for them.
+        tools: of the request, by the names that the model has for them.
         done: items that are complete, or as complete as they will be.
     """
 
     suffix: str
     form: ReasoningForm
-    homes: Mapping[str, Home]
+    tools: FlatTools
     done: list[OutputItem] = field(default_factory=list["OutputItem"])
     _open: _Open | None = None
     _waiting: list[TextLogprob] = field(default_factory=list[TextLogprob])
@@ -86,7 +89,7 @@ class Items:
                 self._waiting.clear()
                 return [*told, self._begin(self._call(id, name))]
             case ToolCallArguments(_, text):
-                return [self._arguments_delta(text)]
+                return self._arguments_delta(text)
             case ToolCallEnd():
                 return self.end("completed" if _is_json(self._text()) else "incomplete")
 
@@ -103,6 +106,10 @@ class Items:
             case "function_call":
                 item["arguments"] = text
                 told = [("function_call_arguments.done", {**self._place(), "name": item["name"], "arguments": text})]
+            case "custom_tool_call":
+                told = self._input_delta(self._open.reader.end())
+                item["input"] = text_of(text)
+                told.append(("custom_tool_call_input.done", {**self._place(), "input": item["input"]}))
         item["status"] = status
         told.append(("output_item.done", {"output_index": len(self.done), "item": item}))
         self.done.append(item)
@@ -199,23 +206,39 @@ class Items:
         done = {**place, "text": text, "logprobs": part["logprobs"]}
         return [("output_text.done", done), ("content_part.done", {**place, "part": part})]
 
-    def _call(self, id: str, name: str) -> FunctionCallItem:
-        item: FunctionCallItem = {
-            "id": self._id("fc"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": id,
-            "name": name,
-            "arguments": "",
-        }
-        home = self.homes.get(name)
+    def _call(self, id: str, name: str) -> FunctionCallItem | CustomCallItem:
+        item: FunctionCallItem | CustomCallItem
+        if name in self.tools.custom:
+            item = {
+                "id": self._id("ctc"),
+                "type": "custom_tool_call",
+                "status": "in_progress",
+                "call_id": id,
+                "name": name,
+                "input": "",
+            }
+        else:
+            item = {
+                "id": self._id("fc"),
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": id,
+                "name": name,
+                "arguments": "",
+            }
+        home = self.tools.homes.get(name)
         if home is not None:
             item["name"], item["namespace"] = home.name, home.namespace
         return item
 
-    def _arguments_delta(self, text: str) -> Told:
+    def _arguments_delta(self, text: str) -> list[Told]:
         self._add(text)
-        return "function_call_arguments.delta", {**self._place(), "delta": text}
+        if self._open is not None and self._open.item["type"] == "custom_tool_call":
+            return self._input_delta(self._open.reader.take(text))
+        return [("function_call_arguments.delta", {**self._place(), "delta": text})]
+
+    def _input_delta(self, text: str) -> list[Told]:
+        return [("custom_tool_call_input.delta", {**self._place(), "delta": text})] if text else []
 
 
 def _text_part(text: str, logprobs: Sequence[TextLogprob]) -> OutputTextPart:

@@ -18,6 +18,7 @@ from legato.server.api.openai.logprobs import chat_logprobs
 from legato.server.api.responses.output import Items, ReasoningForm, Told
 from legato.server.api.responses.request import ENCRYPTED, ResponseJob, ResponsesRequest, response_job
 from legato.server.api.responses.schema import (
+    CustomToolReply,
     FunctionToolReply,
     ItemStatus,
     NamespaceToolReply,
@@ -66,7 +67,7 @@ def router(service: Service) -> APIRouter:
         made = await service.beside(lambda: response_job(service, request, f"resp_{suffix}"), size)
         reply = Reply(service.text.tokenizer, request, made, model)
         if request.stream:
-            events = streamed(service.generations, [made.job], _Events(reply), made.request.own_names())
+            events = streamed(service.generations, [made.job], _Events(reply), made.own_names())
             return EventStream(events, service.settings.replies.keepalive_s)
         await unless_disconnected(http, _whole(service, made, reply))
         return Response(json_bytes(reply.body), media_type="application/json")
@@ -76,7 +77,7 @@ def router(service: Service) -> APIRouter:
 
 async def _whole(service: Service, made: ResponseJob, reply: Reply) -> None:
     """Completes the reply."""
-    with made.request.own_names():
+    with made.own_names():
         async with service.generations.open(made.job) as generation:
             async for step in generation:
                 reply.take(step, generation)
@@ -118,7 +119,7 @@ class Reply:
     def __init__(self, tokenizer: Tokenizer, request: ResponsesRequest, made: ResponseJob, model: str) -> None:
         summary = None if request.reasoning is None else request.reasoning.summary
         form = ReasoningForm("content" if summary is None else "summary", ENCRYPTED in (request.include or ()))
-        self._items = Items(made.job.id.partition("_")[2], form, made.homes)
+        self._items = Items(made.job.id.partition("_")[2], form, made.tools)
         self._tokenizer, self._num_top = tokenizer, made.num_top
         self._reader = None if made.num_top is None else made.job.reader()
         self.body: ResponseReply = _unanswered(request, made, model)
@@ -236,21 +237,24 @@ def _unanswered(request: ResponsesRequest, made: ResponseJob, model: str) -> Res
     }
 
 
-def _tools(request: ResponsesRequest) -> list[FunctionToolReply | NamespaceToolReply]:
+def _tools(request: ResponsesRequest) -> list[FunctionToolReply | CustomToolReply | NamespaceToolReply]:
     """As they were sent, which the request has been checked for, with what they left out."""
-    told: list[FunctionToolReply | NamespaceToolReply] = []
+    told: list[FunctionToolReply | CustomToolReply | NamespaceToolReply] = []
     for tool in request.tools or ():
         if tool["type"] == "namespace":
-            inner = [_function(each) for each in tool["tools"]]
+            inner = [_tool(each) for each in tool["tools"]]
             told.append(
                 {"type": "namespace", "name": tool["name"], "description": tool.get("description"), "tools": inner}
             )
         else:
-            told.append(_function(tool))
+            told.append(_tool(tool))
     return told
 
 
-def _function(tool: Mapping[str, Any]) -> FunctionToolReply:
+def _tool(tool: Mapping[str, Any]) -> FunctionToolReply | CustomToolReply:
+    if tool["type"] == "custom":
+        form: dict[str, Any] = tool.get("format") or {"type": "text"}
+        return {"type": "custom", "name": tool["name"], "description": tool.get("description"), "format": form}
     return {
         "type": "function",
         "name": tool["name"],

@@ -7,7 +7,6 @@ it refuses because nothing is stored. Knows nothing of replies. Called by `serve
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -16,8 +15,9 @@ from pydantic import Field
 
 from legato.server.answer.constraint import constrained
 from legato.server.answer.structure import Answer
-from legato.server.api.responses.input import Conversation, InputItems
-from legato.server.api.responses.tools import PLACE, FlatTools, Home, ToolOfRequest
+from legato.server.api.responses.conversation import Conversation
+from legato.server.api.responses.input import InputItems
+from legato.server.api.responses.tools import PLACE, FlatTools, ToolOfRequest
 from legato.server.api.sampling_fields import (
     NotSupported,
     ResponseGrammar,
@@ -88,11 +88,16 @@ class ResponsesRequest(SharedFields):
     input: str | InputItems
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(
-        None, ge=1, le=2**31 - 1, description="Reasoning included; left out: what the context has room for."
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="An upper bound, reasoning included; the answer is incomplete where the context ends first.",
     )
-    tools: list[ToolOfRequest] | None = Field(None, description="Functions, alone or in namespaces.")
+    tools: list[ToolOfRequest] | None = Field(
+        None, description="Functions and custom (free-form) tools, alone or in namespaces."
+    )
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="`none`, `auto`, `required`, one function, or `allowed_tools`."
+        None, description="`none`, `auto`, `required`, one tool, or `allowed_tools`."
     )
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -130,7 +135,7 @@ class ResponsesRequest(SharedFields):
     def function_tools(self, flat: FlatTools) -> Tools | None:
         """The tools and which may be called. Raises `ParameterError` with the fields' names of this API."""
         with _own_names(flat):
-            return Tools.from_openai(list(flat.functions), self.tool_choice, self.parallel_tool_calls)
+            return flat.chosen(self.tool_choice, self.parallel_tool_calls)
 
     def num_logprobs(self) -> int | None:
         """How many alternatives are wanted beside each token; `None`: no log-probabilities. Raises `ParameterError`."""
@@ -168,11 +173,6 @@ class ResponsesRequest(SharedFields):
             arguments["clear_thinking"] = context == "current_turn"
         return arguments
 
-    def own_names(self) -> AbstractContextManager[None]:
-        """Tells what the engine refuses by the names that its fields have in this API."""
-        kind = None if self.text is None or self.text.format is None else self.text.format.type
-        return _own_names(self.flat_tools(), kind)
-
     def text_format(self) -> dict[str, Any] | None:
         """The form of the answer, as the client said it."""
         wanted = None if self.text is None else self.text.format
@@ -181,13 +181,17 @@ class ResponsesRequest(SharedFields):
 
 @dataclass(frozen=True, slots=True)
 class ResponseJob:
-    """What a request became. `num_top`: alternatives per token of the text, `None` without log-probabilities. `homes`: of the
-    functions in namespaces, by the names that the model has for them."""
+    """What a request became. `num_top`: alternatives per token of the text, `None` without log-probabilities."""
 
     request: ResponsesRequest
     job: Job
-    homes: Mapping[str, Home]
+    tools: FlatTools
     num_top: int | None
+
+    def own_names(self) -> AbstractContextManager[None]:
+        """Tells what the engine refuses by the names that its fields have in this API."""
+        text = self.request.text
+        return _own_names(self.tools, None if text is None or text.format is None else text.format.type)
 
 
 def response_job(service: Service, request: ResponsesRequest, id: str) -> ResponseJob:
@@ -200,9 +204,10 @@ def response_job(service: Service, request: ResponsesRequest, id: str) -> Respon
     prompt = _rendered(service, request, tools)
     ids, stop, in_reasoning = service.check_length(prompt.ids, "input"), params.stop, prompt.in_reasoning
     service.check_minimum(params.min_tokens, len(ids))
+    most, budget = service.room_for(params.max_tokens, len(ids)), request.budget(service.template)
     with _own_names(flat):
         params = constrained(
-            replace(params, logprobs=num_top, reasoning_budget=request.budget(service.template)),
+            replace(params, max_tokens=most, logprobs=num_top, reasoning_budget=budget),
             tokenizer,
             in_reasoning=in_reasoning,
             tools=tools,
@@ -217,7 +222,7 @@ def response_job(service: Service, request: ResponsesRequest, id: str) -> Respon
         timeout_s=request.deadline(settings.limits),
         cache_salt=request.cache_salt or "",
     )
-    return ResponseJob(request, job, flat.homes, num_top)
+    return ResponseJob(request, job, flat, num_top)
 
 
 def _rendered(service: Service, request: ResponsesRequest, tools: Tools | None) -> ChatPrompt:

@@ -87,7 +87,19 @@ class FunctionCallItem(TypedDict):
     arguments: str
 
 
-OutputItem = ReasoningItem | MessageItem | FunctionCallItem
+class CustomCallItem(TypedDict):
+    """A call of a free-form tool. `input` ends early where the status is `incomplete`."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
+
+
+OutputItem = ReasoningItem | MessageItem | FunctionCallItem | CustomCallItem
 
 
 class FunctionToolReply(TypedDict):
@@ -100,13 +112,22 @@ class FunctionToolReply(TypedDict):
     strict: bool
 
 
+class CustomToolReply(TypedDict):
+    """A free-form tool of the request."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None
+    format: dict[str, Any]
+
+
 class NamespaceToolReply(TypedDict):
     """A namespace of the request."""
 
     type: Literal["namespace"]
     name: str
     description: str | None
-    tools: list[FunctionToolReply]
+    tools: list[FunctionToolReply | CustomToolReply]
 
 
 class ReasoningReply(TypedDict):
@@ -173,7 +194,7 @@ class ResponseReply(TypedDict):
     output: list[OutputItem]
     usage: ResponseUsage | None
     instructions: str | None
-    tools: list[FunctionToolReply | NamespaceToolReply]
+    tools: list[FunctionToolReply | CustomToolReply | NamespaceToolReply]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
     reasoning: ReasoningReply

@@ -162,6 +162,14 @@ def test_what_agents_recover_from_is_told_in_the_words_that_they_look_for(server
     assert told is not None and int(told[1]) > 512 and told[2] == "511"
 
 
+def test_the_data_of_a_picture_is_no_text(server: Messages) -> None:
+    """A screenshot of a megabyte in a result would be more than the context holds, if it were one."""
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo" * 10_000}}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [picture]}]}
+    assert server.message(messages=[*HI, call, result], tools=[TOOL])["usage"]["input_tokens"] < 400
+
+
 def test_a_call_that_is_cut_has_no_input_and_a_reason(server: Messages) -> None:
     server.said = CALL.removesuffix("</arg_value></tool_call>")
     ids = server.text.tokenizer.encode_template(server.said)

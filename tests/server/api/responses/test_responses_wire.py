@@ -31,6 +31,11 @@ CRM = {
     "tools": [{"type": "function", "name": "find", "description": "Finds one.", "defer_loading": False,
                "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}],
 }  # fmt: skip
+PATCH: dict[str, Any] = {
+    "type": "custom", "name": "patch", "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" LF /.+/ LF "*** End"\n%import common.LF'},
+}  # fmt: skip
+EDIT = '*** Begin\n+ say("ü \\\\ </x>")\t\n*** End'
 CALL = "<tool_call>add<arg_key>a</arg_key><arg_value>7</arg_value><arg_key>b</arg_key><arg_value>x y</arg_value></tool_call>"
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
@@ -68,7 +73,7 @@ def timeless(response: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps({**response, "created_at": 0, "completed_at": 0}).replace(suffix, "ID")
     plain = json.loads(text)
     for item in plain["output"]:
-        assert item["type"] != "function_call" or item.pop("call_id").startswith("call_")
+        assert "call" not in item["type"] or item.pop("call_id").startswith("call_")
     return plain
 
 
@@ -101,6 +106,9 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_arguments.done":
             items[-1]["arguments"] = "".join(pieces)
             assert event["arguments"] == items[-1]["arguments"] and event["name"] == items[-1]["name"]
+        elif kind == "custom_tool_call_input.done":
+            items[-1]["input"] = "".join(pieces)
+            assert event["input"] == items[-1]["input"]
         elif kind in ("content_part.added", "reasoning_summary_part.added"):
             assert event["part"]["text"] == ""
         elif kind in ("content_part.done", "reasoning_summary_part.done"):
@@ -336,6 +344,11 @@ def test_formats_and_budgets_reach_the_engine(server: Responses) -> None:
 
 MESSAGE = {"role": "user", "content": "hi"}
 MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CUSTOM = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": EDIT}
+
+
+def grammar(**changes: str) -> dict[str, Any]:
+    return {**PATCH, "format": {**PATCH["format"], **changes}}
 
 
 @pytest.mark.parametrize(
@@ -345,7 +358,10 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": 3}, "input", "must be a"),
         ({"input": [0] * 20_001}, "input", "at most 20000 items, got 20001"),
         ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role", "'robot'"),
-        ({"input": [MESSAGE, {"role": "user", "content": [{"type": "input_image"}]}]}, "input[1].content[0]", "input_image"),
+        ({"input": [MESSAGE, {"role": "user", "content": [{"type": "input_image"}]}]}, "input[1].content[0].input_image", "text"),
+        ({"input": [MESSAGE, {"role": "user", "content": [{"type": "input_audio"}]}]}, "input[1].content[0]", "input_audio"),
+        ({"input": [MESSAGE, {**CUSTOM, "input": {}}]}, "input[1].input", "string"),
+        ({"input": [MESSAGE, {"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input[1].call_id", "'c'"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text", "string"),
         ({"input": [{"role": "user", "contents": "hi"}]}, "input[0].contents", "did you mean content"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "web_search_call"),
@@ -355,7 +371,8 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"input": [MESSAGE, {**MADE, "arguments": "[]"}]}, "input[1].arguments", "object"),
         ({"input": [MESSAGE, {**MADE, "namespace": 3}]}, "input[1].namespace", "string"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "at least one"),
-        ({"tools": [{**CRM, "tools": [{"type": "custom", "name": "f"}]}]}, "tools[0].tools[0].type", "custom"),
+        ({"tools": [{**CRM, "tools": [{"type": "shell", "name": "f"}]}]}, "tools[0].tools[0].type", "shell"),
+        ({"tools": [{**CRM, "tools": [{"type": "custom", "name": "f", "format": 3}]}]}, "tools[0].tools[0].format", "object"),
         ({"tools": [CRM, {**TOOL, "name": "crm.find"}]}, "tools[1]", "a second function"),
 
         ({"tools": [CRM, {**TOOL, "strict": True, "parameters": {"type": "object"}}]}, "tools[1].parameters", "strict"),
@@ -376,7 +393,15 @@ MADE = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "robot"}}}}, "text.format.schema", "enforced"),
         ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
-        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type", "custom"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name", "without spaces"),
+        ({"tools": [{"type": "custom", "name": "f", "strict": True}]}, "tools[0].strict", "a custom tool has"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "json"}}]}, "tools[0].format.type", "json"),
+        ({"tools": [grammar(syntax="ebnf")]}, "tools[0].format.syntax", "ebnf"),
+        ({"tools": [CRM, grammar(definition="start: nothing")]}, "tools[1].format.definition", "cannot be enforced"),
+        ({"tools": [grammar(definition='start: "x"\n}\nother: "y"')]}, "tools[0].format.definition", "cannot be enforced"),
+        ({"tools": [grammar(syntax="regex", definition="(")]}, "tools[0].format.definition", "cannot be enforced"),
+        ({"tools": [TOOL, {**PATCH, "name": "add"}]}, "tools[1]", "a second function"),
+        ({"tools": [PATCH], "tool_choice": {"type": "custom", "name": "add"}}, "tool_choice.name", "patch"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function", "not supported"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools[0].parameters.type", "array"),
         ({"tools": [{**TOOL, "strict": True, "parameters": {"type": "object"}}]}, "tools[0].parameters", "strict"),
@@ -408,6 +433,66 @@ def test_functions_of_a_namespace_keep_both_their_names(server: Responses) -> No
         tools=[CRM],
     )
     assert "<tool_call>crm.find<arg_key>a</arg_key><arg_value>7</arg_value></tool_call>" in server.prompt()
+
+
+@pytest.mark.parametrize("width", [1, 3, 100])
+@pytest.mark.parametrize("home", ["", "files."])
+def test_a_free_form_tool_takes_text(server: Responses, width: int, home: str) -> None:
+    """To the model it is a function of one text; its calls leave and come back with the text alone, quotes, tabs and all."""
+    tools = [TOOL, {"type": "namespace", "name": "files", "tools": [PATCH]} if home else PATCH]
+    written = f"<tool_call>{home}patch<arg_key>input</arg_key><arg_value>{EDIT}</arg_value></tool_call>"
+    server.said, server.width = f"</think>{written}<|observation|>", width
+    response, events = server.response(tools=tools), server.events(tools=tools)
+    assert timeless(events[-1]["response"])["output"] == timeless(response)["output"]
+    assert [item["type"] for item in rebuilt(events)] == [item["type"] for item in response["output"]]
+    call = response["output"][-1]
+    assert (call["type"], call["name"], call["input"], call["status"]) == (
+        "custom_tool_call",
+        "patch",
+        EDIT,
+        "completed",
+    )
+    assert call.get("namespace") == (home.strip(".") or None) and response["status"] == "completed"
+    assert "%import common.LF" in server.prompt() and "Begin" in str(server.engine.seen[-1].params.grammar)
+    result = {
+        "type": "custom_tool_call_output",
+        "call_id": call["call_id"],
+        "output": [{"type": "input_text", "text": "ok!"}],
+    }
+    server.response(input=[MESSAGE, call, result], tools=tools)
+    assert written in server.prompt() and "<tool_response>ok!" in server.prompt()
+
+
+def test_a_free_form_tool_without_a_format_is_not_held_to_one(server: Responses) -> None:
+    """What a model writes instead of the one text is the text; a choice names the tool as its API does."""
+    tool = {"type": "custom", "name": "run", "description": None, "format": {"type": "text"}}
+    for said, text in (("<arg_key>cmd</arg_key><arg_value>ls</arg_value>", '{"cmd": "ls"}'), ("", "")):
+        server.said = f"</think><tool_call>run{said}</tool_call><|observation|>"
+        response = server.response(tools=[tool])
+        assert (response["output"][-1]["input"], server.engine.seen[-1].params.grammar) == (text, None)
+        assert response["tools"] == [tool]
+    server.response(tools=[tool, TOOL], tool_choice={"type": "custom", "name": "run"})
+    assert '"add"' not in server.engine.seen[-1].params.grammar and "call_0" in server.engine.seen[-1].params.grammar
+    server.said = "</think><tool_call>run<arg_key>input</arg_key><arg_value>half a te"
+    response = server.response(tools=[tool])
+    assert (response["output"][-1]["input"], response["output"][-1]["status"]) == ("half a te", "incomplete")
+
+
+def test_an_image_ends_a_turn_and_not_the_conversation(server: Responses) -> None:
+    """Refused where the user sends it; where the client keeps it and the conversation goes on, it is told to the model."""
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,iVBO", "detail": "auto"}
+    seen = {"role": "user", "content": [{"type": "input_text", "text": "look"}, picture]}
+    error = error_of(server.ask(input=[MESSAGE, seen]), 400)
+    assert error["param"] == "input[1].content[1].input_image" and "only text parts" in error["message"]
+    server.response(input=[MESSAGE, seen, {"role": "user", "content": "never mind"}])
+    assert "look[image left out: this model reads text only]" in server.prompt() and "iVBO" not in server.prompt()
+
+
+def test_more_than_the_context_has_room_for_is_an_upper_bound(server: Responses) -> None:
+    server.said = "words that never end"
+    response = server.response(max_output_tokens=100_000)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["max_output_tokens"] == 100_000
 
 
 def test_an_image_in_an_output_is_told_to_the_model(server: Responses) -> None:

@@ -16,7 +16,7 @@ INPUT = "input"
 """The argument that holds the text."""
 _START = re.compile(r'\{\s*"input"\s*:\s*"')
 _READABLE = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
-"""What can be read already of a JSON string as `arguments.json_string` writes it: to its closing quote, or to an unfinished escape."""
+"""What can be read already of a JSON string, as `arguments` writes them: to its closing quote, or to an unfinished escape."""
 
 
 @dataclass(frozen=True, slots=True)

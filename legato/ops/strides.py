@@ -22,7 +22,9 @@ def dense(x: Tensor) -> Tensor:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """x [T, D] where its rows begin at multiples of 16 bytes, as a slice of wider rows may; otherwise a copy whose rows do if D
-    is whole pieces."""
-    starts = x.stride(1) == 1 and x.stride(0) * x.itemsize % PIECE_BYTES == 0 and x.data_ptr() % PIECE_BYTES == 0
-    return x if starts else x.clone(memory_format=contiguous_format)
+    """x [T, D] where its rows begin at multiples of 16 bytes, as a slice of wider rows may; otherwise a copy whose rows do."""
+    if x.stride(1) == 1 and x.stride(0) * x.itemsize % PIECE_BYTES == 0 and x.data_ptr() % PIECE_BYTES == 0:
+        return x
+    rows, width = x.shape
+    whole = -(-width * x.itemsize // PIECE_BYTES) * PIECE_BYTES // x.itemsize
+    return x.new_empty(rows, whole)[:, :width].copy_(x)

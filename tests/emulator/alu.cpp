@@ -185,6 +185,7 @@ void define_alu() {
   define("mul.hi.u64", "8:88", binary<u64, u64, u64, [](u64 a, u64 b) { return u64((unsigned __int128)(a) * b >> 64); }>);
   define("mul.hi.s64", "8:88", binary<u64, s64, s64, [](s64 a, s64 b) { return u64((__int128)(a) * b >> 64); }>);
   define("min.f32", "4:44", binary<float, float, float, [](float a, float b) { return fleast(a, b); }>);
+  define("max.u16x2", "4:44", binary<u32, u32, u32, [](u32 a, u32 b) { return most(a & 0xFFFFu, b & 0xFFFFu) | most(a >> 16, b >> 16) << 16; }>);
   define("max.f32", "4:44", binary<float, float, float, [](float a, float b) { return fmost(a, b); }>);
   define("min.NaN.f32", "4:44", binary<float, float, float, [](float a, float b) { return either(a, b, fleast(a, b)); }>);
   define("max.NaN.f32", "4:44", binary<float, float, float, [](float a, float b) { return either(a, b, fmost(a, b)); }>);

@@ -11,7 +11,7 @@ import pytest
 
 from legato.plan import Emission, Extend, Outcome, Plan
 from legato.schedule import Limits, Request, Scheduler
-from legato.schedule.depth import Depths
+from legato.schedule.depth import FORGOTTEN, Depths
 from legato.schedule.pace import Pace
 from legato.types import SamplingParams
 
@@ -132,6 +132,21 @@ def test_batches_of_another_size_are_measured_apart():
     assert machine.run(40, num_requests=1) == 3
     assert machine.run(80, num_requests=16, base=0.1) == 1, "2 tokens in 1.1 s, not 4 in 3.1"
     assert machine.depths.best(1) == 3
+
+
+def test_tokens_of_an_iteration_are_estimated_draft_by_draft():
+    depths = Depths((1, 2, 4))
+    for _ in range(FORGOTTEN + 1):
+        depths.observe(2, [2, 1, 0], 3, None)
+    # Two of three first drafts were accepted, one of two second ones; later ones are taken to be as good as these.
+    expected = {1: 1 + 2 / 3, 2: 1 + 2 / 3 + 1 / 3, 4: 1 + 2 / 3 + 1 / 3 + 1 / 6 + 1 / 12}
+    assert {number: depths.accept_length(number) for number in expected} == pytest.approx(expected)
+
+
+def test_the_smallest_number_that_is_enough():
+    depths = Depths((1, 3, 5, 7))
+    assert [depths.at_least(number) for number in (0, 1, 2, 3, 4, 7, 9)] == [1, 1, 3, 3, 5, 7, 7]
+    assert depths.best(1) == 5, "the middle one, where nothing is known"
 
 
 def test_one_number_is_no_choice():

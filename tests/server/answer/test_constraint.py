@@ -17,7 +17,7 @@ from legato.server.answer.structure import Answer
 from legato.server.text.chat_template import ChatTemplate
 from legato.server.text.tokenizer import Folder, Tokenizer
 from legato.server.tools.definitions import Tools
-from legato.server.tools.freeform import TextGrammar, parameters, text_of
+from legato.server.tools.freeform import TextGrammar, parameters
 from legato.types import Grammar, ParameterError, SamplingParams
 
 PLAIN = SamplingParams()
@@ -110,6 +110,35 @@ def test_arguments_of_a_kind_are_one_rule_whatever_they_are_for(shipped: Tokeniz
     assert not fits(grammars, shipped, grammar, call.format('[{"x": "y"}]')), (
         "a property may be called as an annotation is"
     )
+
+
+APPLY_PATCH = r"""start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?
+hunk: "*** Update File: " /(.+)/ LF change+
+change: ("+" | "-" | " ") /(.*)/ LF
+%import common.LF"""
+"""The kind of grammar that coding agents give their tool for edits."""
+
+
+@pytest.mark.parametrize("choice", [None, "required"])
+@pytest.mark.parametrize(
+    ("grammar", "text", "right"),
+    [
+        (TextGrammar("lark", APPLY_PATCH), "*** Begin Patch\n*** Update File: a}.py\n-x = {\n+\n*** End Patch", True),
+        (TextGrammar("lark", APPLY_PATCH), "*** Begin Patch\n*** End Patch", False),
+        (TextGrammar("lark", APPLY_PATCH), '{"input": "*** Begin Patch"}', False),
+        (TextGrammar("regex", "a/b+"), "a/bb", True),
+        (TextGrammar("regex", "a/b+"), "xa/bb", False),
+    ],
+)
+def test_a_free_form_tools_text_follows_its_grammar(
+    shipped: Tokenizer, grammars: Grammars, choice: Any, grammar: TextGrammar, text: str, right: bool
+) -> None:
+    patch = {"type": "function", "name": "patch", "parameters": parameters(grammar)}
+    tools = Tools.from_openai([{"type": "function", "name": "now"}, patch], choice)
+    assert tools is not None
+    wanted = grammar_of(shipped, tools.following({"patch": grammar}))
+    call = f"<tool_call>patch<arg_key>input</arg_key><arg_value>{text}</arg_value></tool_call>"
+    assert fits(grammars, shipped, wanted, call) == right
 
 
 @pytest.mark.parametrize(
@@ -409,22 +438,6 @@ def test_a_required_call_is_made(llms: list[LLM]) -> None:
     given = json.loads(call.arguments)
     assert call.name == "weather" and call.is_complete
     assert 2 <= len(given["city"]) <= 8 and 1 <= given["days"] <= 14 and isinstance(given["place"]["x"], int)
-
-
-def test_the_text_of_a_free_form_tool_follows_its_grammar(llms: list[LLM]) -> None:
-    lark = TextGrammar("lark", 'start: "+" LINE "\\n" word+ "}"\nLINE: /[0-9]{3}/\nword: "{" /[ab]{1,2}/')
-    patch = {"type": "function", "name": "patch", "parameters": parameters(lark)}
-    tools = Tools.from_openai(
-        [{"type": "function", "name": "weather", "parameters": WEATHER}, patch],
-        {"type": "function", "name": "patch"},
-        False,
-    )
-    assert tools is not None
-    message = answered(
-        llms, SamplingParams(seed=5, max_tokens=160), tools.following({"patch": lark}), None, enable_thinking=False
-    )
-    (call,) = message.calls
-    assert re.fullmatch(r"\+\d{3}\n(\{[ab]{1,2})+\}", text_of(call.arguments)), call.arguments
 
 
 def test_a_regex_with_slashes_is_generated_beside_tools(llms: list[LLM]) -> None:

@@ -15,7 +15,7 @@ from legato.config import Config, from_environment, resolve
 from legato.model.faults import CheckpointError, Problem
 from legato.model.hub import open_source
 from legato.model.source import Source
-from legato.model.spec import ModelSpec
+from legato.model.spec import ModelSpec, SpecError
 from legato.schedule import RequestError
 from legato.server.text.chat_template import ChatTemplate
 from legato.server.text.tokenizer import Tokenizer, json_object
@@ -40,9 +40,22 @@ def check(config: Config) -> Checked:
     """
     config = from_environment(config)
     source, spec = describe(config.model)
+    check_ranks(spec, config.execution.tensor_parallel)
     # Whether there is a GPU is only known once torch is there; settings that need one are settled again then.
     settings = resolve(config, max_position=spec.max_position, has_mtp=spec.has_mtp, cuda_available=True)
     return Checked(config, source, Tokenizer.open(source), settings.context)
+
+
+def check_ranks(spec: ModelSpec, num_ranks: int) -> None:
+    """Raises `SpecError` for a width that cannot be shared. What a format's blocks ask besides, its tensors say when they load."""
+    widths = {
+        "num_attention_heads": (spec.num_heads, "attention heads"),
+        "intermediate_size": (spec.dense_intermediate, "columns of the dense layers"),
+        "moe_intermediate_size": (spec.expert_intermediate, "columns of an expert"),
+    }
+    for field, (width, what) in widths.items():
+        if width % num_ranks:
+            raise SpecError(field, f"{width} {what} do not divide over {num_ranks} ranks; use fewer")
 
 
 def check_prompts(config: Config, prompts: Sequence[str]) -> Config:

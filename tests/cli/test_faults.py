@@ -77,6 +77,7 @@ def test_a_fault_is_quick() -> None:
         (["generate", "--op", "attend", "x"], ["--op", "attend=reference"]),
         (["generate", "--output", "xml", "x"], ["--output", "json"]),
         (["quantize", "a", "b", "-f", "fp9"], ["--format", "nvfp4"]),
+        (["generate", "--tp", "3", "x"], ["num_attention_heads", "4 attention heads", "3 ranks"]),
     ],
     ids=" ".join,
 )

@@ -1,7 +1,7 @@
 """One rank's share of a model on one device: the iteration's time, without the other ranks.
 
-Owns the figure; what is timed is `legato.bench.steady`'s. Exchanges loop back, and what a group would pay for them is modelled
-and reported apart. Called by `legato bench slice`.
+Owns the figure; what is timed is `legato.bench.steady`'s. Exchanges loop back, and what a group would pay for them is reported
+apart. Called by `legato bench slice`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.bench.exchanges import Added, added
 from legato.bench.kernels import KernelTime, kernel_times
 from legato.bench.record import against_floor
 from legato.bench.share import Share
@@ -26,9 +27,6 @@ from legato.quant.weight import Experts
 from legato.runtime.batch import build_batch
 from legato.runtime.draw import PlainDraw, choose_greedy
 
-MODELLED_EXCHANGE_US = 5.0
-"""Of one exchange between 8 ranks, until it has been measured; two per layer and pass, and one per pass over the output head."""
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -40,8 +38,9 @@ class Figure:
         kernels: of one iteration; empty on a CPU.
         experts_reached: by the verifying rows of a sparse layer, on average.
         emitted: tokens per request and iteration, which says nothing of a trained model.
-        exchanges: of one iteration.
-        exchanged_bytes: that this rank sends in one iteration.
+        exchanges: of one iteration; two per layer and pass, and one per pass over the output head.
+        exchanged_bytes: that this rank sends each of the others in one iteration.
+        added: what they would cost a group.
         how: "graph", "eager" or "cpu".
         bound: op -> implementation, where it is not the reference.
         peak_bytes: of device memory.
@@ -55,15 +54,11 @@ class Figure:
     emitted: float
     exchanges: int
     exchanged_bytes: int
+    added: Added
     how: str
     bound: Mapping[str, str]
     peak_bytes: int
     num_latents: int
-
-    @property
-    def modelled_us(self) -> float:
-        """What the exchanges would cost a group."""
-        return self.exchanges * MODELLED_EXCHANGE_US
 
 
 def measure(share: Share, work: Work, device: torch.device, bound: Bindings) -> Figure:
@@ -81,14 +76,16 @@ def measure(share: Share, work: Work, device: torch.device, bound: Bindings) -> 
     exchanges = share.communicator.exchanges
     exchanges.clear()
     reached = _experts_reached(standing, share)
+    count = exchanges.sums + exchanges.gathers
     return Figure(
         spread=Spread.of(run.ends, "graph" if how == "graph" else "stream" if device.type == "cuda" else "cpu"),
         host_us=statistics.median(run.launches),
         kernels=kernels,
         experts_reached=reached,
         emitted=run.emitted / (work.batch * work.iterations),
-        exchanges=exchanges.sums + exchanges.gathers,
+        exchanges=count,
         exchanged_bytes=exchanges.num_bytes,
+        added=added(count, exchanges.num_bytes, share.communicator.mesh.size),
         how=how,
         bound={name: target for name, target in bound.chosen.items() if target != "reference"},
         num_latents=len({cache.latent.data_ptr() for cache in runner.iteration.caches}),
@@ -115,8 +112,9 @@ def fields(share: Share, work: Work, figure: Figure, gpu: str | None, case: Mapp
         "kernels_us": sum(kernel.total_us for kernel in figure.kernels) or None,
         "exchanges": figure.exchanges,
         "exchanged_bytes": figure.exchanged_bytes,
-        "exchanges_modelled_us": figure.modelled_us,
-        "exchange_us_assumed": MODELLED_EXCHANGE_US,
+        "exchanges_modelled_us": figure.added.total,
+        "exchanges_measured_us": figure.added.measured,
+        "exchanges_reckoned_us": figure.added.reckoned,
         **against_floor(figure.spread.median_us, num_bytes, gpu),
         "peak_bytes": figure.peak_bytes or None,
         "bound": dict(figure.bound),
@@ -133,7 +131,7 @@ def simulated(figure: Figure, accept_length: float) -> dict[str, Any]:
         "accept_length": accept_length,
         "accept_length_simulated": True,
         "tokens_per_s_simulated": 1e6 * accept_length / microseconds,
-        "tokens_per_s_simulated_with_exchanges": 1e6 * accept_length / (microseconds + figure.modelled_us),
+        "tokens_per_s_simulated_with_exchanges": 1e6 * accept_length / (microseconds + figure.added.total),
     }
 
 

@@ -21,7 +21,7 @@ from legato.bench.kernels import KernelTime
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
 from legato.bench.share import Share, drawn, first_layers, loaded, routed
-from legato.bench.slice import MODELLED_EXCHANGE_US, Figure, accept_length_at, fields, measure, simulated
+from legato.bench.slice import Figure, accept_length_at, fields, measure, simulated
 from legato.bench.steady import SliceError, Work, pack, steady
 from legato.cli.bench import device_named
 from legato.cli.tables import table
@@ -312,8 +312,9 @@ def _print(
         f"{line['bytes'] / 1e9:.3f} GB must be read"  # type: ignore[operator]
         + (f": {line['floor_us'] / 1e3:.3f} ms, {line['roofline_percent']:.0f} %" if line["floor_us"] else "")  # type: ignore[operator]
         + f"; {figure.experts_reached:.1f} experts reached per sparse layer",
-        f"without the other ranks: {figure.exchanges} exchanges are not in it; at {MODELLED_EXCHANGE_US:g} us each (modelled) "
-        f"they would add {figure.modelled_us / 1e3:.2f} ms",
+        f"without the other ranks: {figure.exchanges} exchanges are not in it; they would add "
+        f"{figure.added.total / 1e3:.2f} ms ({figure.added.measured / 1e3:.2f} as measured between two GPUs, "
+        f"{figure.added.reckoned / 1e3:.2f} reckoned for the words of {mesh.size} ranks)",
     ]
     if figure.num_latents < spec.num_layers + int(spec.has_mtp):
         lines.append(f"memory holds {figure.num_latents} latent caches: layers use them in turn")
@@ -325,7 +326,7 @@ def _print(
     if "accept_length" in line:
         lines.append(
             f"SIMULATED accept length {line['accept_length']:.2f}: {line['tokens_per_s_simulated']:.1f} tokens/s, "
-            f"{line['tokens_per_s_simulated_with_exchanges']:.1f} with modelled exchanges"
+            f"{line['tokens_per_s_simulated_with_exchanges']:.1f} with exchanges"
         )
     lines.append(setting.machine)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)

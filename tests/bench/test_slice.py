@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from legato.bench.exchanges import TWO_RANKS_US, added
 from legato.bench.kernels import by_kernel
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
@@ -54,11 +55,20 @@ def test_a_share_is_measured_and_recorded(tiny: ModelSpec, tmp_path: Path) -> No
     assert read["accept_length_simulated"] and read["accept_length"] == 2.5
     # Two sums per layer and pass, and the head's gather after each pass: 4 layers, then the MTP layer twice.
     assert read["exchanges"] == 2 * (4 + NUM_DRAFTS) + 1 + NUM_DRAFTS
-    modelled = read["exchanges"] * read["exchange_us_assumed"]
+    modelled = read["exchanges_measured_us"] + read["exchanges_reckoned_us"]
+    assert modelled == read["exchanges_modelled_us"] == read["exchanges"] * TWO_RANKS_US, (
+        "two ranks: nothing is reckoned"
+    )
     assert read["tokens_per_s_simulated"] == pytest.approx(2.5e6 / read["median_us"])
     assert read["tokens_per_s_simulated_with_exchanges"] == pytest.approx(2.5e6 / (read["median_us"] + modelled))
     assert 2 <= read["experts_reached"] <= 8
     assert 1.0 <= figure.emitted <= NUM_DRAFTS + 1, "requests decode from the context that was written"
+
+
+def test_exchanges_of_more_than_two_ranks_send_more_words() -> None:
+    two, eight = added(172, 12_000_000, 2), added(172, 12_000_000, 8)
+    assert two.measured == eight.measured == two.total > 0 == two.reckoned < eight.reckoned
+    assert added(0, 0, 1).total == 0
 
 
 def test_the_floor_of_drawn_weights_is_that_of_a_checkpoint(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def check(config: Config) -> Checked:
 
 
 def check_ranks(spec: ModelSpec, num_ranks: int) -> None:
-    """Raises `SpecError` for a width that cannot be shared. What a format's blocks ask besides, its tensors say when they load."""
+    """Raises `SpecError` for a width that cannot be shared. What blocks of a format ask besides is said when tensors load."""
     widths = {
         "num_attention_heads": (spec.num_heads, "attention heads"),
         "intermediate_size": (spec.dense_intermediate, "columns of the dense layers"),

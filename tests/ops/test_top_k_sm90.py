@@ -32,6 +32,11 @@ def test_the_source_compiles(form: sm90.Form, name: str) -> None:
     assert used.spill_store_bytes <= 40 and used.spill_load_bytes <= 120
 
 
+def test_rows_in_registers_compile_without_spills() -> None:
+    used = sm90.short_kernel().usage("sm_90a")
+    assert used.registers * sm90.SHORT_THREADS <= 32768 and used.spill_store_bytes == used.stack_bytes == 0
+
+
 @pytest.mark.parametrize("form", [sm90_clusters.CLUSTERS, sm90_blocks.BLOCKS])
 def test_the_baselines_compile_without_spills(form: sm90_clusters.Binned) -> None:
     used = form.kernel.usage("sm_90a")
@@ -48,9 +53,9 @@ def test_how_launches_are_cut(rows: int, width: int) -> None:
     assert rows * cut.blocks <= 132 or cut.shared_bytes <= 113 * 1024
 
 
-def source_text() -> str:
-    """`top_k.cu` and what it includes, end to end."""
-    return "".join(path.read_text() for path in Source(Path(sm90.__file__).with_name("top_k.cu")).files())
+def source_text(name: str = "top_k.cu") -> str:
+    """A source and what it includes, end to end."""
+    return "".join(path.read_text() for path in Source(Path(sm90.__file__).with_name(name)).files())
 
 
 def arguments(width: int = 640, rows: int = 3) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
@@ -98,6 +103,22 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
     )
 
 
+@pytest.mark.parametrize("width", [640, 4096])
+def test_the_launch_of_short_rows_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    calls = []
+    monkeypatch.setattr(sm90, "short_kernel", lambda: lambda how, *given: calls.append((how, given)))
+    scores, lengths, k, table, request = arguments(width=width, rows=6)
+    slots, counts = sm90._select._init_fn(scores, lengths, k, table, request, None)
+    ((how, given),) = calls
+    declared = re.search(r" top_k_short\((const .*?)(?: PROFILE_PARAMETER)?\) \{", source_text("top_k_short.cu"), re.S)
+    passed = dict(zip([part.split()[-1] for part in declared[1].split(",")], given, strict=True))
+    assert passed["scores"] is scores and passed["lengths"] is lengths and passed["slots"] is slots
+    assert passed["page_table"] is table and passed["request"] is request and passed["counts"] is counts
+    assert (passed["stride"], passed["table_stride"], passed["k"], passed["width"]) == (width, width // 64, 64, width)
+    assert passed["memory_bytes"] == how.shared_bytes == sm90.SHORT_BYTES and how.cluster is None
+    assert how.grid == (6,) and width <= how.block[0] * sm90.SHORT_EACH
+
+
 @pytest.mark.parametrize(("rows", "blocks"), [(20, 96), (24, 96)])
 def test_a_plan_and_its_launch_agree(monkeypatch: pytest.MonkeyPatch, rows: int, blocks: int) -> None:
     calls: dict[str, tuple] = {}
@@ -132,11 +153,17 @@ def test_rows_that_the_loads_cannot_start_at_are_copied(monkeypatch: pytest.Monk
     calls = []
     monkeypatch.setattr(sm90, "kernel", lambda form: lambda how, *given: calls.append(given))
     monkeypatch.setattr(sm90, "_processors", lambda device: 132)
-    _, lengths, k, table, request = arguments(width=322)
-    for scores in (torch.randn(3, 322), torch.randn(3, 1000)[:, 1:323], torch.randn(322, 3).t()):
-        sm90._select._init_fn(scores, lengths, k, table, request, None)
-        read, stride = calls[-1][0], calls[-1][6]
-        assert stride % 4 == 0 and read.data_ptr() % 16 == 0 and torch.equal(read[:, :322], scores)
+    monkeypatch.setattr(sm90, "short_kernel", lambda: lambda how, *given: calls.append(given))
+    for width in (322, 9322):
+        _, lengths, k, table, request = arguments(width=width)
+        for scores in (
+            torch.randn(3, width),
+            torch.randn(3, width + 700)[:, 1 : width + 1],
+            torch.randn(width, 3).t(),
+        ):
+            sm90._select._init_fn(scores, lengths, k, table, request, None)
+            read, stride = calls[-1][0], calls[-1][6]
+            assert stride % 4 == 0 and read.data_ptr() % 16 == 0 and torch.equal(read[:, :width], scores)
 
 
 def test_torch_topk_selects_what_the_reference_does() -> None:
@@ -176,6 +203,21 @@ def test_hard_rows(width: int, rows: int) -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("width", [64, 2047, 2048, 2049, 2112, 3001, 4095, 4096, 4097])
+def test_hard_rows_of_narrow_tables(width: int) -> None:
+    """All that is one block's, up to the width from which on it is not; and beyond the lengths what would be chosen."""
+    scores, lengths, table, request = on_device(width)
+    beyond = torch.arange(width, device="cuda") >= lengths[:, None]
+    for k in (1, 64, 2047, 2048, 4096):
+        expected = top_k.reference(scores, lengths, k, table, request)
+        for filling in (torch.nan, torch.inf):
+            given = scores.masked_fill(beyond, filling), lengths, k, table, request
+            for ours, theirs in zip(sm90.top_k_sm90(*given), expected):
+                assert torch.equal(ours, theirs), (k, filling)
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("rows", [1, 6, 20, 66, 132])
 def test_short_rows_of_wide_tables(rows: int) -> None:
     """As in the engine's graphs: the launch is cut for the widest row, how many blocks work is decided by the length."""
@@ -206,7 +248,7 @@ def test_all_equal_rows_as_long_as_a_count_of_sixteen_bits_is_wide() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("width", [6016, 81920])
+@pytest.mark.parametrize("width", [4096, 6016, 81920])
 def test_crowds_at_the_boundary(width: int) -> None:
     """Equal scores around the k-th, from a few to more than one bin may hold."""
     draw = Draw(torch.Generator("cuda").manual_seed(width), torch.device("cuda"))
@@ -239,8 +281,9 @@ def test_the_baselines_choose_what_the_reference_does(form: sm90_clusters.Binned
 
 @gpu
 @needs_gpu
-def test_a_hundred_runs_give_the_same_bits() -> None:
-    scores, lengths, table, request = on_device(81920)
+@pytest.mark.parametrize("width", [4096, 81920])
+def test_a_hundred_runs_give_the_same_bits(width: int) -> None:
+    scores, lengths, table, request = on_device(width)
     first = sm90.top_k_sm90(scores, lengths, 2048, table, request)
     for _ in range(100):
         again = sm90.top_k_sm90(scores, lengths, 2048, table, request)
@@ -249,15 +292,16 @@ def test_a_hundred_runs_give_the_same_bits() -> None:
 
 @gpu
 @needs_gpu
-def test_one_graph_serves_every_length() -> None:
-    scores, _, table, request = on_device(20000)
-    lengths = torch.full((len(scores),), 20000, dtype=torch.int32, device="cuda")
+@pytest.mark.parametrize("width", [4096, 20000])
+def test_one_graph_serves_every_length(width: int) -> None:
+    scores, _, table, request = on_device(width)
+    lengths = torch.full((len(scores),), width, dtype=torch.int32, device="cuda")
     sm90.top_k_sm90(scores, lengths, 2048, table, request)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         slots, counts = sm90.top_k_sm90(scores, lengths, 2048, table, request)
-    for length in (0, 1, 64, 2047, 2048, 2049, 8192, 8193, 19999, 20000):
-        lengths.fill_(length)
+    for length in (0, 1, 64, 2047, 2048, 2049, 4095, 8192, 8193, 19999, 20000):
+        lengths.fill_(min(length, width))
         graph.replay()
         expected = top_k.reference(scores, lengths, 2048, table, request)
         assert torch.equal(slots, expected[0]) and torch.equal(counts, expected[1]), length

@@ -1,6 +1,6 @@
 # pyright: basic
-"""Selection on Hopper: one launch of `top_k.cu` for rows of any lengths, driven by the lengths on the device, and the plan of
-which thread blocks take which row.
+"""Selection on Hopper: one launch of `top_k.cu` for rows of any lengths, driven by the lengths on the device, or of
+`top_k_short.cu` where the table is narrow; and the plan of which thread blocks take which row.
 
 Owns how many thread blocks there are, from what the host knows (rows and width), the plan's memory and the registration with
 PyTorch. Must not read a tensor's values: how many blocks share a row is decided on the device, from its length. Imported by
@@ -77,6 +77,19 @@ def kernel(form: Form, name: str = "top_k") -> Kernel:
         },
     )
     return Kernel(source, name, shared_bytes=0 if name == "plan_top_k" else _MOST_BYTES, non_portable_cluster=True)
+
+
+#: `top_k_short.cu`: threads of a block, scores that each has in registers, bytes of the exhaustive way's counters.
+SHORT_THREADS, SHORT_EACH, SHORT_BYTES = 512, 8, 76 * 1024
+#: In a table no wider than this a row has one block, which reads it once.
+SHORT_WIDTH = SHORT_THREADS * SHORT_EACH
+
+
+@cache
+def short_kernel() -> Kernel:
+    """`top_k_short`, for tables up to `SHORT_WIDTH` wide."""
+    macros = {"THREADS": SHORT_THREADS, "QUADS_EACH": SHORT_EACH // 4, "SHARED_BYTES": SHORT_BYTES}
+    return Kernel(Source(Path(__file__).with_name("top_k_short.cu"), macros), "top_k_short", shared_bytes=SHORT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -173,6 +186,22 @@ def _select(
         return slots, counts
     if scores.stride(1) != 1 or scores.stride(0) % 4 or scores.data_ptr() % 16:
         scores = functional.pad(scores, (0, -width % 4)).contiguous()
+    if width <= SHORT_WIDTH:
+        short_kernel()(
+            Launch(grid=(rows,), block=(SHORT_THREADS,), shared_bytes=SHORT_BYTES, programmatic=True),
+            scores,
+            lengths,
+            page_table,
+            request,
+            slots,
+            counts,
+            scores.stride(0),
+            page_table.stride(0),
+            k,
+            width,
+            SHORT_BYTES,
+        )
+        return slots, counts
     if plan is not None:
         blocks = pool(_processors(scores.device))
         kernel(SPARSE, "planned_top_k")(

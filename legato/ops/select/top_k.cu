@@ -31,6 +31,7 @@
 //   top_k_quick.cuh         its other steps
 //   top_k_exhaustive.cuh    the exhaustive way
 //   top_k_plan.cuh          the kernel that makes the plan
+// Rows that one block holds in its registers have a kernel of their own: top_k_short.cu.
 
 #ifndef THREADS
 #define THREADS 512
@@ -45,16 +46,7 @@
 #define RESIDENT 2
 #endif
 
-#ifdef PROFILE  // cycles of a block at MARK(n), 16 words a block
-#define MARK(n) \
-  if (threadIdx.x == 0) profile[(blockIdx.x) * 16 + (n)] = clock64();
-#define PROFILE_PARAMETER , long long* profile
-#define PROFILE_ARGUMENT , profile
-#else
-#define MARK(n)
-#define PROFILE_PARAMETER
-#define PROFILE_ARGUMENT
-#endif
+#include "top_k_profile.cuh"
 
 #include "top_k_exhaustive.cuh"
 #include "top_k_quick.cuh"

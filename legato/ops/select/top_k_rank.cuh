@@ -15,9 +15,10 @@ __device__ __forceinline__ float score_of(u32 order) {
   return __uint_as_float(order < 0x80000000u ? order ^ 0x7FFFFFFFu : order);
 }
 
+// Loads are plain ones: what is said to be read-only (ld.global.nc) the compiler may ask for before griddepcontrol.wait.
 __device__ __forceinline__ int read_int(const int* at) {
   int v;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(at));
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
 
@@ -27,13 +28,14 @@ __device__ __forceinline__ float4 read4(const float* at, bool valid) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
       "mov.b32 %0, 0x7FFFFFFF;\nmov.b32 %1, 0x7FFFFFFF;\nmov.b32 %2, 0x7FFFFFFF;\nmov.b32 %3, 0x7FFFFFFF;\n"
-      "@p ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      "@p ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
-      : "l"(at), "r"(static_cast<u32>(valid)));
+      : "l"(at), "r"(static_cast<u32>(valid))
+      : "memory");
   return v;
 }
 __device__ __forceinline__ float4 read4(const float* at) {
   float4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
   return v;
 }

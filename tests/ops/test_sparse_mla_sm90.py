@@ -73,6 +73,14 @@ def test_cuts_fit_the_device(rows: int, heads: int, packed: bool) -> None:
         assert how.form.heads >= min(heads, 64)
 
 
+def test_a_multiprocessor_holds_two_blocks_where_rows_read_bytes() -> None:
+    """One works while the other's tokens are on their way."""
+    how = cut(2048, 8, True, 2048, 132)
+    assert how.form.bulk and how.form.resident == 2 and how.shared_bytes <= sm90_forms.HALF_BYTES
+    used = sm90.kernel(how.form).usage("sm_90a")
+    assert 2 * how.form.threads * used.registers <= 65536 and used.spill_store_bytes == 0
+
+
 def test_many_rows_share_the_processors() -> None:
     assert cut(2048, 64, False, 2048, 132).blocks == cut(2048, 8, True, 2048, 132).blocks == 1
     assert (cut(36, 64, False, 2048, 132).blocks, cut(36, 8, False, 2048, 132).blocks) == (3, 2)

@@ -55,6 +55,18 @@ class Form:
         return 256 if self.few else 384
 
     @property
+    def bulk(self) -> bool:
+        """Whether a token is one copy of the copy engine: FP8 tokens, which lie as they are stored, of a block that has several
+        units one after the other."""
+        return self.few and self.packed and self.way is Way.RUNNING and not self.early
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor must hold: where rows are many, one works while the other waits for its tokens. With 16
+        heads they would spill."""
+        return 2 if self.bulk and self.heads == 8 else 1
+
+    @property
     def fixed_bytes(self) -> int:
         """Shared memory but for the inbox of `sparse_mla_few.cu`, as the sources lay it out; they check it."""
         queries = 2 * _WIDTH * self.heads
@@ -63,7 +75,8 @@ class Form:
         tokens = UNIT * (LATENT_BYTES if self.packed else 2 * _WIDTH)
         numbers = 12 * PARTS + 2 * 4 * 8 + 4  # of a head: weights and shares by part, by warp, of the block
         widened = 2 * UNIT * self.heads + 4 * self.heads + 8 * UNIT if self.packed else 0
-        return tokens + queries + widened + numbers * self.heads + 16
+        barriers = 16 + (64 if self.bulk else 0)
+        return tokens + queries + widened + numbers * self.heads + barriers
 
     def shared_bytes(self, units: int, blocks: int) -> int:
         """Of a block of a cluster of `blocks`, for selections of so many units."""
@@ -78,6 +91,7 @@ class Form:
         if not self.few:
             return Source(_FOLDER / "sparse_mla_many.cu", macros)
         macros |= {"HEADS": self.heads, "MODE": int(self.way), "EARLY": int(self.early)}
+        macros |= {"BULK": int(self.bulk), "RESIDENT": self.resident}
         return Source(_FOLDER / "sparse_mla_few.cu", macros)
 
 

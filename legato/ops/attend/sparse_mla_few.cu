@@ -12,8 +12,8 @@
 // Each part pushes its sums, maxima and sums of weights into the shared memory of the blocks that own the values
 // (st.async), and the owners add the parts up in order. A part is a unit (MODE 0: at most one in a block; MODE 1:
 // several), so that the bits of a row depend neither on other rows nor on the number of blocks; or all units of a block
-// (MODE 2, for very many rows and for more than 16 units). A column of tokens is refilled for the next unit as soon as
-// its values are summed.
+// (MODE 2, for very many rows and for more than 16 units). Tokens are refilled for the next unit as soon as their values are
+// summed: bfloat16 column by column, FP8 those of a group of warps.
 //
 // Entries that do not count are never read: their tokens are zeros, their scores minus infinity.
 //
@@ -23,8 +23,11 @@
 // Nearly all of this runs once a launch, two warps to a scheduler, so instructions are time: addresses are a base and a
 // constant, and what does not depend on the preceding kernel stands before the wait for it (NOTES.md).
 //
-// Macros: HEADS (8 or 16); FP8: the cache's layout; MODE; EARLY; FIXED_BYTES: the shared memory without the inbox, as the host
-// counts it.
+// BULK (FP8, MODE 2): each warp's copy engine fetches the tokens that the warp scores, one copy a token, and a multiprocessor
+// holds two blocks, of which one works while the other waits.
+//
+// Macros: HEADS (8 or 16); FP8: the cache's layout; MODE; EARLY; BULK; RESIDENT: blocks that a multiprocessor must hold;
+// FIXED_BYTES: the shared memory without the inbox, as the host counts it.
 
 #include "hopper.cuh"
 #include "products.cuh"
@@ -52,9 +55,10 @@ constexpr int WARPS_AT = SHARES_AT + PARTS * HEADS * 4;    // each warp's maximu
 constexpr int WARP_SUMS_AT = WARPS_AT + 8 * HEADS * 4;     // and its sum of weights
 constexpr int MAXIMA_AT = WARP_SUMS_AT + 8 * HEADS * 4;    // the block's
 constexpr int FACTORS_AT = MAXIMA_AT + HEADS * 4;          // FP8: of each head's scores
-constexpr int SCALES16_AT = FACTORS_AT + (FP8 ? HEADS * 4 : 0);     // FP8: [4 groups][128 tokens] float16
+constexpr int SCALES16_AT = FACTORS_AT + (FP8 ? HEADS * 4 : 0);     // FP8: [4 groups][4 of 32 tokens][4 lanes][8] float16
 constexpr int BARRIER_AT = SCALES16_AT + (FP8 ? 4 * UNIT * 2 : 0);  // of the weights, then of the sums
-constexpr int INBOX_AT = BARRIER_AT + 16;                           // [parts][values of the block * HEADS]
+constexpr int TOKENS_BARRIER_AT = BARRIER_AT + 16;                  // BULK: of each warp's tokens
+constexpr int INBOX_AT = TOKENS_BARRIER_AT + (BULK ? 64 : 0);       // [parts][values of the block * HEADS]
 static_assert(FIXED_BYTES == INBOX_AT, "");
 static_assert(INBOX_AT % 16 == 0, "");
 static_assert(HEADS * (LATENT * 2 + 16) <= TOKENS_BYTES, "");
@@ -82,31 +86,71 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
 // Where the compiler shall add nothing up again: what is behind an address is a constant behind it in the instruction.
 __device__ __forceinline__ void settle(u32 &address) { asm volatile("" : "+r"(address)); }
 __device__ __forceinline__ void settle(const u8 *&pointer) { asm volatile("" : "+l"(pointer)); }
-// This lane's part in fetching tokens: rows 16 * (warp of the group) + lane / 8 + 4i of both tiles, 16 bytes of a piece
-// of 128. A group of warps fetches half of the columns, of which `cache` and `targets` are at the first.
+// This lane's part in fetching tokens: of rows 16 * (warp of the group) + lane / 8 + 4i of both tiles, 16 bytes of each 128. A
+// group of warps fetches half of the latents, of which `cache` and `targets` are at the first, and what only the scores of its
+// tile need: rope, and an FP8 token's scales.
 struct Fetch {
-  static constexpr int COLUMNS = FP8 ? 2 : 4;  // FP8: of 128 values
-  static constexpr int PITCH = FP8 ? 128 : COLUMN_BYTES;
   const u8 *cache;  // at this lane's piece of token 0
   u32 token[8];     // tile 0: 0..3, tile 1: 4..7; in units of 16 bytes
   u32 targets[2];   // of rows of even and of odd i, less i * ROW, in tile 0
 
   __device__ __forceinline__ u32 from(int tile, int i) const { return tile ? token[4 + i] : token[i]; }
-  __device__ __forceinline__ const u8 *source(int tile, int i) const {
-    const u8 *pointer = cache + size_t(from(tile, i) == NOTHING ? 0 : from(tile, i)) * 16;
+  __device__ __forceinline__ bool wanted(int tile, int i) const { return from(tile, i) != NOTHING; }
+  __device__ __forceinline__ u32 target(int tile, int i) const {
+    return targets[i % 2] + tile * TILE_BYTES + i * (FP8 ? 4 * ROW_BYTES : 512);
+  }
+#if FP8
+  // A token begins anywhere in a line of 128 bytes: a lane copies what stands at its place of each line, so that eight lanes ask
+  // for one line, and for no sector twice. Pieces of 128 bytes of the token would ask for two lines each.
+  __device__ __forceinline__ const u8 *line(int tile, int i) const {
+    const u8 *pointer = cache + size_t(wanted(tile, i) ? from(tile, i) & ~7u : 0) * 16;
     settle(pointer);
     return pointer;
   }
-  __device__ __forceinline__ u32 target(int tile, int i) const {
-    return targets[i % 2] + tile * TILE_BYTES + i * (FP8 ? 4 * ROW_BYTES : 512);
+  // Of the line in which a token begins, what is not the token's.
+  __device__ __forceinline__ u32 before(int tile, int i) const { return from(tile, i) % 8 * 16; }
+  // Half of the latents, 256 bytes: one line and, of the two beside it, what this lane has of the first or else of the last.
+  __device__ __forceinline__ void half_of(int tile, int i, int lane, const u8 *pointer) const {
+    const u32 to = target(tile, i) - before(tile, i), beside = lane % 8 * 16 < before(tile, i) ? 256 : 0;
+    copy_async(to + beside, pointer + beside, wanted(tile, i));
+    copy_async(to + 128, pointer + 128, wanted(tile, i));
+  }
+  // Scales and rope, 144 bytes in two lines.
+  __device__ __forceinline__ void tail_of(int tile, int i, int lane, const u8 *pointer) const {
+    const u32 to = target(tile, i) - before(tile, i), place = lane % 8 * 16;
+    const int at = tile ? 256 : 512;  // behind the half that the group of this tile fetches
+    if (place >= before(tile, i)) copy_async(to + at, pointer + at, wanted(tile, i));
+    if (place <= before(tile, i)) copy_async(to + at + 128, pointer + at + 128, wanted(tile, i));
+  }
+  __device__ __forceinline__ void token_of(int tile, int i, int group, int lane) const {
+    const u8 *const pointer = line(tile, i);
+    half_of(tile, i, lane, pointer);
+    if (group == tile) tail_of(tile, i, lane, pointer);
+  }
+  // Of all tokens.
+  __device__ __forceinline__ void half(int lane) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) half_of(tile, i, lane, line(tile, i));
+  }
+  __device__ __forceinline__ void tail(int group, int lane) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tail_of(group, i, lane, line(group, i));
+  }
+#else
+  static constexpr int COLUMNS = 4;
+  __device__ __forceinline__ const u8 *source(int tile, int i) const {
+    const u8 *pointer = cache + size_t(wanted(tile, i) ? from(tile, i) : 0) * 16;
+    settle(pointer);
+    return pointer;
   }
   // All that a group of warps fetches of one of this lane's tokens.
   __device__ __forceinline__ void token_of(int tile, int i, int group, int lane) const {
     const u8 *const pointer = source(tile, i);
-    const bool wanted = from(tile, i) != NOTHING;
 #pragma unroll
-    for (int k = 0; k < COLUMNS; ++k) copy_async(target(tile, i) + k * PITCH, pointer + k * 128, wanted);
-    if (group == tile) tail_of(tile, i, tile, lane, pointer);
+    for (int k = 0; k < COLUMNS; ++k) copy_async(target(tile, i) + k * COLUMN_BYTES, pointer + k * 128, wanted(tile, i));
+    if (group == tile) tail_of(tile, i, pointer);
   }
   // One column of all tokens, of this group's.
   __device__ __forceinline__ void column(int k) const {
@@ -114,20 +158,52 @@ struct Fetch {
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        copy_async(target(tile, i) + k * PITCH, source(tile, i) + k * 128, from(tile, i) != NOTHING);
+        copy_async(target(tile, i) + k * COLUMN_BYTES, source(tile, i) + k * 128, wanted(tile, i));
   }
-  // What only the scores of a tile need: rope, and an FP8 token's scales.
   __device__ __forceinline__ void tail(int group, int lane) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tail_of(group, i, group, lane, source(group, i));
+    for (int i = 0; i < 4; ++i) tail_of(group, i, source(group, i));
   }
-  __device__ __forceinline__ void tail_of(int tile, int i, int group, int lane, const u8 *pointer) const {
-    const int k = (2 - group) * COLUMNS;
-    copy_async(target(tile, i) + k * PITCH, pointer + k * 128, from(tile, i) != NOTHING);
-    if (FP8 && lane % 8 == 0)
-      copy_async(target(tile, i) + (k + 1) * PITCH, pointer + (k + 1) * 128, from(tile, i) != NOTHING);
+  __device__ __forceinline__ void tail_of(int tile, int i, const u8 *pointer) const {
+    const int k = (2 - tile) * COLUMNS;
+    copy_async(target(tile, i) + k * COLUMN_BYTES, pointer + k * 128, wanted(tile, i));
+  }
+#endif
+};
+
+#if BULK
+// A warp's part in fetching tokens: the 16 that it scores, one a lane.
+struct BulkFetch {
+  u32 barrier, target;  // the warp's; where this lane's token goes
+  u8 *stored;           // the same
+  const u8 *cache;
+  int first, slot;      // this lane's entry of unit 0 (none: beyond every selection); its slot in the unit that comes next
+  u32 counted;          // of the 16, in the unit at hand
+
+  __device__ __forceinline__ void look(const int *slots, int unit, int width) {
+    const int at = unit * UNIT + first;
+    slot = -1;
+    if (at < width) slot = load_fresh(slots + at);
+  }
+  // Nobody reads the tokens before any more. Those that do not count are zeros.
+  __device__ __forceinline__ void ask(int unit, int count, int lane) {
+    const bool own = lane < 16, wanted = own && slot >= 0 && unit * UNIT + first < count;
+    counted = __ballot_sync(~0u, wanted);
+    if (lane == 0) barrier_expect(barrier, __popc(counted) * ROW_BYTES);
+    __syncwarp();
+    if (wanted) {
+      fence_async();  // zeros may have been stored there
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+          "l"(cache + size_t(slot) * ROW_BYTES), "r"(ROW_BYTES), "r"(barrier)
+          : "memory");
+    } else if (own) {
+#pragma unroll 1
+      for (int i = 0; i < ROW_BYTES; i += 16) *reinterpret_cast<uint4 *>(stored + i) = make_uint4(0, 0, 0, 0);
+    }
   }
 };
+#endif
 
 __device__ __forceinline__ void read_slots(int (&found)[8], const int *slots, int first, int width) {
 #pragma unroll
@@ -138,7 +214,7 @@ __device__ __forceinline__ void read_slots(int (&found)[8], const int *slots, in
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     sparse_mla(const u8 *q, const u8 *cache, const int *slots, const int *counts, u8 *out, int heads, int width,
                int slots_stride, int q_stride, float scale
 #if EARLY
@@ -160,6 +236,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + 8) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+#if BULK
+  const int own_token = warp * 16 + lane % 16;
+  BulkFetch bulk = {base + TOKENS_BARRIER_AT + warp * 8, base + own_token * ROW_BYTES, shared + own_token * ROW_BYTES, cache,
+                    lane < 16 ? own_token : 1 << 30, -1, 0};
+  u32 phase = 0;
+  if (lane == 0) {
+    barrier_init(bulk.barrier, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+#endif
   __syncwarp();
   if (blocks > 1) cluster_arrive_relaxed();
   slots += size_t(row) * slots_stride;
@@ -169,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int my_row = warp % 4 * 16 + lane / 8;
   int found[8], count;
   Fetch fetch;
-  fetch.cache = cache + lane % 8 * 16 + group * Fetch::COLUMNS * 128;
-  fetch.targets[0] = base + group * Fetch::COLUMNS * Fetch::PITCH +
+  fetch.cache = cache + lane % 8 * 16 + group * (FP8 ? 256 : 512);
+  fetch.targets[0] = base + group * (FP8 ? 256 : 4 * COLUMN_BYTES) +
                      (FP8 ? my_row * ROW_BYTES + lane % 8 * 16 : my_row * 128 + ((lane ^ my_row) & 7) * 16);
   fetch.targets[1] = FP8 ? fetch.targets[0] : fetch.targets[0] ^ 64;
   settle(fetch.targets[0]), settle(fetch.targets[1]);
@@ -182,7 +268,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   };
   auto select = [&]() {
+#if BULK
+    bulk.look(slots, rank, width);
+#else
     read_slots(found, slots, rank * UNIT + my_row, width);
+#endif
     count = min(load_fresh(counts + row), width);
   };
 #if EARLY
@@ -248,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = 0; i < PIECES; ++i)
     if (int(threadIdx.x) + i * THREADS < HEADS * 72) copy_async(query_target[i], query[i], query_wanted[i]);
 #endif
-#if !EARLY
+#if !EARLY && !BULK
   take(rank);
 #endif
   const bool works = int(rank) < units;
@@ -261,15 +351,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   copies_commit();
 #else
   if (works) {
-    if (FP8) {
-      fetch.tail(group, lane), copies_commit();
-      fetch.column(0), copies_commit();
-      fetch.column(1), copies_commit();
-    } else {
+#if BULK
+    bulk.ask(rank, count, lane);
+#elif FP8
+    fetch.tail(group, lane), copies_commit();
+    fetch.half(lane), copies_commit();
+#else
 #pragma unroll
-      for (int k = 0; k < 4; ++k) fetch.column(k), copies_commit();
-      fetch.tail(group, lane), copies_commit();
-    }
+    for (int k = 0; k < 4; ++k) fetch.column(k), copies_commit();
+    fetch.tail(group, lane), copies_commit();
+#endif
   }
 #endif
 #if FP8
@@ -378,14 +469,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool more = !ONE && unit + int(blocks) < units, again = !SEPARATE && unit != int(rank);
     const bool at_once = EARLY && (ONE || unit == int(rank));  // one group of copies
     const bool complete = SEPARATE || !more;  // the part
-    if (more) read_slots(found, slots, (unit + blocks) * UNIT + my_row, width);
     bool counted[2];  // this lane's rows g and g + 8
+#if BULK
+    if (more) bulk.look(slots, unit + blocks, width);
+    counted[0] = bulk.counted >> g & 1, counted[1] = bulk.counted >> (g + 8) & 1;
+#else
+    if (more) read_slots(found, slots, (unit + blocks) * UNIT + my_row, width);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 low = __shfl_sync(~0u, group ? fetch.token[4 + i * 2] : fetch.token[i * 2], g % 4 * 8);
       const u32 high = __shfl_sync(~0u, group ? fetch.token[5 + i * 2] : fetch.token[1 + i * 2], g % 4 * 8);
       counted[i] = (g < 4 ? low : high) != NOTHING;
     }
+#endif
     float s[SUMS];
 #pragma unroll
     for (int j = 0; j < SUMS; ++j) s[j] = 0;
@@ -396,11 +492,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 factor[2][4];  // scales of rows g and g + 8
     float scaled[2][4];
     float parts[APART ? 4 : 1][SUMS];
+#if BULK
+    if (!again) __syncthreads();  // the queries
+    barrier_wait(bulk.barrier, phase);
+    phase ^= 1;
+    __syncwarp();  // and zeros of other lanes
+#else
     if (at_once)
       copies_wait<0>();
     else
-      copies_wait<2>();
+      copies_wait<1>();
     __syncthreads();
+#endif
     {
       const u8 *const own = shared + group * TILE_BYTES + (warp % 4 * 16) * ROW_BYTES + SCALES_AT;
 #pragma unroll
@@ -409,9 +512,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         scaled[i][0] = f.x, scaled[i][1] = f.y, scaled[i][2] = f.z, scaled[i][3] = f.w;
         factor[i][0] = pack_f16(f.x, f.x), factor[i][1] = pack_f16(f.y, f.y);
         factor[i][2] = pack_f16(f.z, f.z), factor[i][3] = pack_f16(f.w, f.w);
-        // Lane t of the quad stores group t's for the products with the values.
+        // Lane t of the quad stores group t's for the products with the values, of 32 tokens those that a lane there takes
+        // side by side: 2t and 2t + 1 of each 8.
         const u32 mine = t == 0 ? factor[i][0] : t == 1 ? factor[i][1] : t == 2 ? factor[i][2] : factor[i][3];
-        *reinterpret_cast<unsigned short *>(shared + SCALES16_AT + (t * UNIT + warp * 16 + g + 8 * i) * 2) = mine;
+        *reinterpret_cast<unsigned short *>(shared + SCALES16_AT + t * UNIT * 2 + (warp / 2 * 4 + g / 2) * 16 +
+                                            (warp % 2 * 2 + i) * 4 + g % 2 * 2) = mine;
       }
     }
     const u32 rows_at = tile_at + (warp % 4 * 16 + lane % 16) * ROW_BYTES + lane / 16 * 16;
@@ -430,11 +535,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!at_once) {
-        if (half == 0)
-          copies_wait<1>();
-        else
-          copies_wait<0>();
+      if (half == 0 && !at_once && !BULK) {
+        copies_wait<0>();
         __syncthreads();
       }
       u32 codes[2][BATCH / 2][4];
@@ -555,7 +657,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         *reinterpret_cast<float2 *>(shared + WARPS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = make_float2(x, y);
     }
     __syncthreads();
-    if (FP8 && more) {
+    if (FP8 && more && !BULK) {
       // The tail is dead: scores are made, scales were copied.
       const int unit_next = unit + blocks;
       take(unit_next);
@@ -620,10 +722,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int k = 0; k < BATCH; k += 2) {
         load_matrices_transposed(codes[part % 2][k / 2],
                                  base + ((first + k) * 16 + lane) * ROW_BYTES + group * 256 + m * 64 + warp % 4 * 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          factors[part % 2][k / 2][i] = *reinterpret_cast<const u32 *>(
-              shared + SCALES16_AT + (scales * UNIT + (first + k) * 16 + i * 8 + 2 * t) * 2);
+        const uint4 four =
+            *reinterpret_cast<const uint4 *>(shared + SCALES16_AT + scales * UNIT * 2 + ((first + k) / 2 * 4 + t) * 16);
+        factors[part % 2][k / 2][0] = four.x, factors[part % 2][k / 2][1] = four.y;
+        factors[part % 2][k / 2][2] = four.z, factors[part % 2][k / 2][3] = four.w;
       }
     };
     load(0);
@@ -654,9 +756,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Products<HEADS, 0>::f16(o[m], a[which][k], matrix(weights_at, (first + k) / 4 * P_STRIDE + (first + k) % 4 * 32),
                                 1);
       products_commit();
-      if (more && part % (16 / BATCH) == 16 / BATCH - 1) {
+      if (more && part + 1 == 32 / BATCH) {  // all codes are in registers
+#if BULK
+        __syncthreads();
+        bulk.ask(unit + blocks, count, lane);
+#else
         group_barrier(group);
-        fetch.column(part / (16 / BATCH)), copies_commit();
+        fetch.half(lane), copies_commit();
+#endif
       }
     }
     products_wait<0>();

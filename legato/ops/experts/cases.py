@@ -173,6 +173,11 @@ CASES = (
     *(_route_case(rows, 256, 8, 6144, torch.bfloat16, "gpu") for rows in (1, 6, 16)),
     *(_moe_case(moe, rows, 2, (8, 128, 128), torch.float32) for moe in _PRODUCTS for rows in (1, 6, 37)),
     *(_moe_case(moe, 6, 2, (8, 128, 128), torch.bfloat16) for moe in _PRODUCTS),
+    # K that divides among all warps: of many rows, four of them share a unit.
+    *(
+        _with_shared(_moe_case(moe, 20, 2, (4, 128, 2048), torch.bfloat16), 20, (128, 2048), "bf16")
+        for moe in _PRODUCTS
+    ),
     # Every row of 40 on the same few experts: groups longer than a block.
     _moe_case(moe_bf16, 40, 3, (4, 64, 64), torch.float32),
     *(

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.experts.sm90_packing import STEP_BYTES
+from legato.ops.experts.sm90_packing import STEP_BYTES, STEP_K
 
 _SOURCE = Path(__file__).with_name("sm90_moe.cu")
 FORMATS = {"bf16": 0, "fp8": 1, "int4": 2, "nvfp4": 3}
 #: Rows that one launch takes. More than ROWS_AT_ONCE of them are fetched tile by tile.
 MOST_ROWS = 64
 ROWS_AT_ONCE = 8
+#: Of more rows, where K divides: warps that share a unit ("quads"), and rows of a tile (eight leave no room for copies of
+#: three steps).
+_SHARERS, _QUADS_ROWS = 4, 6
 #: Warps of a block. K is split over them, so their number decides the bits of a sum.
 WARPS = 16
 #: Shared memory that a block may have.
@@ -60,30 +63,38 @@ def serves(hidden: int, width: int) -> bool:
     return hidden % 128 == 0 and hidden >= 128 and (width % 256 == 0 or width == 128)
 
 
+def _in_quads(what: Experts, rows: int) -> bool:
+    """Whether four warps share a unit: of rows that do not stay in shared memory, where K divides evenly among all warps,
+    so that four of them give the same bits."""
+    return rows > ROWS_AT_ONCE and what.hidden // 128 % WARPS == 0
+
+
 def _rows_held(rows: int) -> int:
     """Rows of x in shared memory: few sizes, so that few kernels are compiled."""
     return next(held for held in (1, 2, 4, 6, ROWS_AT_ONCE) if held >= min(rows, ROWS_AT_ONCE))
 
 
-def most_tiles(rows: int, choices: int, experts: int) -> int:
+def _most_tiles(rows: int, held: int, choices: int, experts: int) -> int:
     """Tiles of as many rows as are held: an expert has one more than whole ones at most."""
-    pairs, held = rows * choices, _rows_held(rows)
+    pairs = rows * choices
     return min(pairs, experts + pairs // held) + -(-rows // held)
 
 
 @cache
 def cut(what: Experts, rows: int, choices: int) -> Cut:
     """The kernel for up to `rows` rows (a class of rows: see `row_class`)."""
-    held, warps = _rows_held(rows), WARPS
+    quads, warps = _in_quads(what, rows), WARPS
+    sharers, held = (_SHARERS, _QUADS_ROWS) if quads else (warps, _rows_held(rows))
     strips = -(-what.hidden // 16 // what.blocks)
     slice_k = -(-what.hidden // 128 // warps)
-    pairs, tiles = rows * choices, most_tiles(rows, choices, what.num_experts)
-    x_bytes, terms = warps * held * (slice_k * 256 + 16), (pairs + rows) * (strips * 16 + 4) * 4
+    pairs, tiles = rows * choices, _most_tiles(rows, held, choices, what.num_experts)
+    x_bytes, terms = held * (warps * slice_k * 256 + sharers * 16), (pairs + rows) * (strips * 16 + 4) * 4
     buffer = warps * -(-held // 2) * _PARTIAL_BYTES
     static = tiles * (8 + 4 * held) + pairs * 8 + _static_bytes(what)
     # The largest copies of which two are in flight, then as many buffers as leave room for them.
     room = _SHARED_BYTES - static - x_bytes
-    for (chunk, shared_chunk), buffers in product(_chunks(what, slice_k), range(_MOST_BUFFERS, 1, -1)):
+    chunks = [made for made in _chunks(what, slice_k) if not quads or _divides(what, slice_k, made[0])]
+    for (chunk, shared_chunk), buffers in product(chunks, range(_MOST_BUFFERS, 1, -1)):
         slot = chunk * STEP_BYTES[what.routed]
         if what.shared is not None:
             slot = max(slot, shared_chunk * STEP_BYTES[what.shared])
@@ -110,6 +121,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "MOST_PAIRS": pairs,
         "MOST_TILES": tiles,
         "MOST_FEATURES": MOST_ROWS * (choices + 1),
+        "SHARERS": sharers,
         "TERMS_SHARED": int(terms <= x_bytes),
     }
     return Cut(tuple(macros.items()), macros["DYNAMIC_BYTES"])
@@ -132,6 +144,11 @@ def _chunks(what: Experts, slice_k: int) -> list[tuple[int, int]]:
     whole = next(steps for steps in (3, 2, 1) if slice_k % steps == 0)
     wide = [] if what.shared == "fp8" else [(whole, 2)]  # two steps of bfloat16 are one of FP8
     return [*wide, (whole, 1), (min(whole, 2), 1), (1, 1)]
+
+
+def _divides(what: Experts, slice_k: int, chunk: int) -> bool:
+    """Whether copies of so many steps of the routed experts end with a warp's slice of K."""
+    return slice_k * 128 // STEP_K[what.routed] % chunk == 0
 
 
 def row_class(rows: int) -> int:

@@ -20,12 +20,18 @@
 // Who computes what follows from ids alone; every block works it out for itself. The order of every sum is fixed: it
 // depends neither on who computes it nor on what other rows chose.
 //
+// Where x does not stay for the whole first half (more rows), a unit of which every warp of the block has a sixteenth of K is soon
+// done, and what stands around its products (asking, adding up, storing) costs as much as half of them. So where K divides, groups
+// of four warps have units of their own there ("quads"); what is left over all warps share. A warp of a quad computes four of the
+// sixteen slices of K one after the other, and adds up their sums in the order in which the others' are added, for the same bits.
+//
 // Macros: FORMAT of the routed experts; SHARED: format of the shared one, or NONE (-1); HIDDEN, WIDTH: D and F, multiples
 // of 128; GRID: blocks; WARPS; SLOTS of a ring, and steps of a slot: CHUNK, SHARED_CHUNK; DYNAMIC_BYTES of shared memory
 // that the launch gives; BUFFERS in which sums meet: how far warps may part; SPAN: strips of an item, 1 or all; X_ROWS: rows
 // of a tile, and of x that fit (up to so many rows of the launch stay for the whole first half, more are fetched tile by
 // tile); CHOICES of a row; MOST_PAIRS: rows * choices; MOST_TILES; MOST_FEATURES: rows of a buffer of features; EXPERTS: how
-// many there are; TERMS_SHARED: 1 where what a block adds up fits the shared memory of the first half's rows.
+// many there are; SHARERS: warps that share a unit, 16 or 4; TERMS_SHARED: 1 where what a block adds up fits the
+// shared memory of the first half's rows.
 
 #include "sm90_formats.cuh"
 
@@ -40,7 +46,9 @@ constexpr int STRIPS = (STRIPS_ALL + GRID - 1) / GRID;
 constexpr int PIECE = WIDTH % 256 ? 128 : 256;  // of K that the second half holds of its rows in registers
 constexpr int PIECES = WIDTH / PIECE;
 constexpr int SLICE = (DEPTH + WARPS - 1) / WARPS;  // of K of a warp in the first half, at most, in 128
-constexpr int X_PITCH = SLICE * 256 + 16;           // rows start in different banks
+constexpr int GROUPS = WARPS / SHARERS;             // of warps that share units
+constexpr bool QUADS = GROUPS > 1;
+constexpr int X_PITCH = GROUPS * SLICE * 256 + 16;  // of a part of x, of which a block has SHARERS: rows start in different banks
 constexpr int X_BYTES = X_ROWS * X_PITCH;
 constexpr int PIECE_STEPS = PIECE / Routed::STEP_K, SHARED_PIECE_STEPS = PIECE / Shared::STEP_K;
 constexpr int CHUNK_BYTES = CHUNK * Routed::BYTES, SHARED_CHUNK_BYTES = SHARED == NONE ? 0 : SHARED_CHUNK * Shared::BYTES;
@@ -58,9 +66,9 @@ constexpr bool RESIDENT = MOST_PAIRS / CHOICES <= X_ROWS;  // x stays for the wh
 // Blocks that have STRIPS strips; the last ones have one less, and mostly a unit less: multiprocessors that end a launch last
 // begin the next one last, as its last blocks.
 constexpr int FULL_BLOCKS = STRIPS_ALL - (STRIPS - 1) * GRID;
-// By how many blocks rounds of units but the first are shifted: where rounds are few, who has a unit of the shared expert, which
-// may be of more bytes, should not also have one more of the others.
-constexpr int SHIFT = SHARED != NONE && X_ROWS <= 2 ? UNITS % GRID : 0;
+// By how many blocks rounds of units but the first are shifted, where rounds are few. Where weights are widened, who has a unit of
+// the shared expert should not also have one more of the others; in bfloat16, where bytes count, it should: its bytes come first.
+constexpr int SHIFT = SHARED != NONE && X_ROWS <= 2 && FORMAT != BF16 ? UNITS % GRID : 0;
 constexpr bool ONE_PIECE = PIECES == 1;  // a warp's second half is worked out item by item
 // Runs of a warp that its lanes work out, at most: whether they do so once. Without pieces, runs are units only.
 constexpr int MOST_RUNS = (MOST_TILES * UNITS + GRID - 1) / GRID + 2 +
@@ -73,12 +81,22 @@ static_assert(SPAN == 1 || SPAN >= STRIPS, "an item is a strip of a tile or all 
 static_assert(SHARED == NONE || SHARED_CHUNK == 1 || SHARED_CHUNK == 128 / Shared::STEP_K, "a copy is within 128 of K");
 constexpr int DOWN_CHUNK = CHUNK < PIECE_STEPS ? CHUNK : PIECE_STEPS;  // steps of a copy of the second half: of one strip
 static_assert(PIECE_STEPS % DOWN_CHUNK == 0, "copies end with strips");
+static_assert(SHARERS == 16 || SHARERS == 4, "all warps share a unit, or four");
 // Whether all copies of the first half are of CHUNK steps.
 constexpr bool EVEN = DEPTH % WARPS == 0 && SLICE * (128 / Routed::STEP_K) % CHUNK == 0;
 constexpr bool SHARED_EVEN = SHARED == NONE || (DEPTH % WARPS == 0 && SLICE * (128 / Shared::STEP_K) % SHARED_CHUNK == 0);
+static_assert(!QUADS || (!RESIDENT && EVEN && SHARED_EVEN && UNITS % GROUPS == 0), "slices are alike, and copies end with them");
+// Bytes of a copy of the second half, and of the shared expert's.
+constexpr int DOWN_COPY = DOWN_CHUNK * Routed::BYTES, SHARED_COPY = SHARED_CHUNK * Shared::BYTES;
+// Bytes of a run, and of its copies but perhaps the last, in one word; 0: there is none.
+__device__ __forceinline__ u32 run_word(int bytes, int copy) { return u32(bytes) / 16 | u32(copy) / 16 << 16; }
+// Few pairs: which experts are named is known to every warp as soon as the ids are.
+constexpr bool NAMED_AT_ONCE = RESIDENT && MOST_PAIRS <= 64 && EXPERTS <= 1024;
+constexpr int NAMED_WORDS = (EXPERTS + 31) / 32;
 constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
 static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
-static_assert(WARPS * (RING_BYTES + X_BYTES) + BUFFERS * PARTIAL_BYTES == DYNAMIC_BYTES, "the launch counts as this does");
+static_assert(WARPS * RING_BYTES + SHARERS * X_BYTES + BUFFERS * PARTIAL_BYTES == DYNAMIC_BYTES,
+              "the launch counts as this does");
 static_assert(HIDDEN % 128 == 0 && (WIDTH % 256 == 0 || WIDTH == 128), "K comes in steps and pieces");
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -95,6 +113,14 @@ __device__ __forceinline__ bool elected() {
   u32 is;
   asm volatile("{\n.reg .pred is;\nelect.sync _|is, 0xffffffff;\nselp.u32 %0, 1, 0, is;\n}" : "=r"(is));
   return is;
+}
+
+// What all lanes have, said so that the compiler knows, who guards every shuffle and loop else. Where x stays it knows without.
+__device__ __forceinline__ u32 uniform(u32 value) { return RESIDENT ? value : __reduce_or_sync(0xffffffffu, value); }
+__device__ __forceinline__ int uniform(int value) { return int(uniform(u32(value))); }
+__device__ __forceinline__ const u8 *uniform(const u8 *pointer) {
+  const u64 v = reinterpret_cast<u64>(pointer);
+  return reinterpret_cast<const u8 *>(u64(uniform(u32(v >> 32))) << 32 | uniform(u32(v)));
 }
 
 __device__ __forceinline__ void prefetch_bulk(const void *source, u32 bytes) {
@@ -156,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(128) u8 memory[];
   // Of slots that are full, warp by warp; of sums that have met and of buffers that are free again; of the first half, which
   // all warps have done; and of rows of x that are there, warp by warp.
-  __shared__ __align__(8) u64 barriers[WARPS * SLOTS + 2 * BUFFERS + 1 + WARPS];
+  __shared__ __align__(8) u64 barriers[WARPS * SLOTS + 2 * BUFFERS * GROUPS + (QUADS ? BUFFERS : 0) + 1 + (RESIDENT ? WARPS : 0)];
   __shared__ int expert_of[MOST_TILES];     // -1: the shared expert
   __shared__ int count_of[MOST_TILES];      // rows of a tile
   __shared__ int pair_of[MOST_TILES][X_ROWS];  // row * choices + choice (the shared expert's follow), and the row 16 bits up
@@ -165,28 +191,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ float factors_of[FORMAT == NVFP4 ? EXPERTS * 3 : 1];
   __shared__ u32 items_of[WARPS][ITEMS];  // that a warp has asked for: tile, first strip 16 bits up, strips 24 bits up
   __shared__ int tiles_of_warp[WARPS];
+  __shared__ u32 named_experts[NAMED_AT_ONCE ? NAMED_WORDS : 1];  // one bit each
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int block = blockIdx.x, pairs = rows * CHOICES;
   u8 *const ring = memory + warp * RING_BYTES;
   float *const partial = reinterpret_cast<float *>(memory + WARPS * RING_BYTES);
-  u8 *const x_all = memory + WARPS * RING_BYTES + BUFFERS * PARTIAL_BYTES, *const x_own = x_all + warp * X_BYTES;
+  u8 *const x_all = memory + WARPS * RING_BYTES + BUFFERS * PARTIAL_BYTES;
+  // A group of warps that share units; where it is all of them, there is one. `member`: which part of x, and of a quad's K, a warp
+  // has.
+  const int group = warp / SHARERS, member = warp % SHARERS;
+  u8 *const x_own = x_all + member * X_BYTES;
   float *const terms = TERMS_SHARED ? reinterpret_cast<float *>(x_all)
                                     : terms_global + size_t(block) * (pairs + rows) * TERM_PITCH;
   // Which pairs name an expert, one bit each; then the expert's first tile. This room is free as yet.
   u32 *const named = RESIDENT ? reinterpret_cast<u32 *>(partial) : reinterpret_cast<u32 *>(x_all);
-  static_assert(EXPERTS * WORDS * 4 <= (RESIDENT ? BUFFERS * PARTIAL_BYTES : WARPS * X_BYTES), "bits have room");
+  static_assert(EXPERTS * WORDS * 4 <= (RESIDENT ? BUFFERS * PARTIAL_BYTES : SHARERS * X_BYTES), "bits have room");
   const u32 ring_at = shared_address(ring), barriers_at = __shfl_sync(0xffffffffu, shared_address(barriers), 0);
-  const u32 full = barriers_at + warp * SLOTS * 8, halves = barriers_at + (WARPS * SLOTS + 2 * BUFFERS) * 8;
+  const u32 full = barriers_at + warp * SLOTS * 8, halves = barriers_at + (WARPS * SLOTS + (2 * GROUPS + QUADS) * BUFFERS) * 8;
   const u32 x_there = halves + 8 + warp * 8;
-  auto met_at = [&](int buffer) { return barriers_at + (WARPS * SLOTS + buffer) * 8; };
-  auto free_at = [&](int buffer) { return barriers_at + (WARPS * SLOTS + BUFFERS + buffer) * 8; };
+  auto met_at = [&](int buffer, int of) { return barriers_at + (WARPS * SLOTS + of * BUFFERS + buffer) * 8; };
+  // A unit that all warps share has a barrier of its own: groups may be at different units, and a group that is a whole turn of the
+  // buffers behind would look as if its sums were there.
+  auto all_met_at = [&](int buffer) { return barriers_at + (WARPS * SLOTS + 2 * GROUPS * BUFFERS + buffer) * 8; };
+  auto free_at = [&](int buffer, int of) { return barriers_at + (WARPS * SLOTS + (GROUPS + of) * BUFFERS + buffer) * 8; };
   u64 once;  // most weights are read by one block only
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
 
   // This warp's slice of K in the first half, and this block's strips in the second.
-  const int slice_begin = warp * DEPTH / WARPS;
-  const int slice = DEPTH % WARPS == 0 ? SLICE : (warp + 1) * DEPTH / WARPS - slice_begin;
+  const int slice_number = member * GROUPS + group;
+  const int slice_begin = slice_number * DEPTH / WARPS;
+  const int slice = DEPTH % WARPS == 0 ? SLICE : (slice_number + 1) * DEPTH / WARPS - slice_begin;
   const int strip_begin = block * (STRIPS - 1) + min(block, FULL_BLOCKS), live = STRIPS - 1 + (block < FULL_BLOCKS);
 
   // The shared expert's tiles stand first. Units go round the blocks; where x does not stay, routed ones only in a row.
@@ -197,27 +232,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto rounds_below = [&](int units) { return int(block < units) + max(0, (units - shifted + GRID - 1) / GRID - 1); };
   const int shared_units = rounds_below(shared_all);
   int routed_first = 0, routed_units = 0, num_tiles = shared_tiles;
-  auto unit_at = [&](int index) {
-    return RESIDENT || index < shared_units ? round_unit(index) : shared_all + routed_first + index - shared_units;
+  // How many rounds of quads the first tile has, of units that all warps share behind them, and of quads behind those.
+  [[maybe_unused]] int first_quads = 0, first_singles = 0, more_quads = 0;
+  struct Turn {
+    int unit;
+    bool quad;
+  };
+  auto turn_at = [&](int index) {
+    if (RESIDENT || index < shared_units) return Turn{round_unit(index), false};
+    index -= shared_units;
+    const int first = shared_all + routed_first;
+    if (!QUADS) return Turn{first + index, false};
+    if (index < first_quads) return Turn{first + index * GROUPS + group, true};
+    index -= first_quads;
+    if (index < first_singles) return Turn{first + first_quads * GROUPS + index, false};
+    index -= first_singles;
+    const int rest = first + first_quads * GROUPS + first_singles;
+    if (index < more_quads) return Turn{rest + index * GROUPS + group, true};
+    return Turn{rest + more_quads * GROUPS + index - more_quads, false};
   };
 
   // What this warp reads, in order, are runs: units of the shared expert, routed units, then strips of tiles (all of an item
   // where K is one piece; else piece by piece, strip by strip). Lane i works out run i of 32; lane 0 asks for them.
   const u8 *run_source = nullptr;
-  int run_steps = 0;  // none: there is no such run, or it is not known yet; of the shared expert: negative
+  u32 run_bytes = 0;  // none: there is no such run, or it is not known yet
   auto prepare = [&](int first, bool known) {
     int number = first + lane;
-    run_steps = 0;
+    run_bytes = 0;
     // A warp without K in the first half has none of its runs.
     const int units = slice > 0 ? shared_units + routed_units : 0;
     if (number < units) {
-      const u32 unit = unit_at(number);
+      const Turn turn = turn_at(number);
+      const u32 unit = turn.unit;
+      const int begin = turn.quad ? member * GROUPS * SLICE : slice_begin, length = turn.quad ? GROUPS * SLICE : slice;
       if (number < shared_units) {
-        run_steps = -slice * (128 / Shared::STEP_K);
-        run_source = shared13 + size_t(u32(unit % UNITS * DEPTH + slice_begin)) * u32(128 / Shared::STEP_K * Shared::BYTES);
+        run_bytes = run_word(length * (128 / Shared::STEP_K) * Shared::BYTES, SHARED_COPY);
+        run_source = shared13 + size_t(u32(unit % UNITS * DEPTH + begin)) * u32(128 / Shared::STEP_K * Shared::BYTES);
       } else {
-        run_steps = slice * (128 / Routed::STEP_K);
-        run_source = w13 + size_t(u32((expert_of[unit / UNITS] * UNITS + unit % UNITS) * DEPTH + slice_begin)) *
+        run_bytes = run_word(length * (128 / Routed::STEP_K) * Routed::BYTES, CHUNK_BYTES);
+        run_source = w13 + size_t(u32((expert_of[unit / UNITS] * UNITS + unit % UNITS) * DEPTH + begin)) *
                                u32(128 / Routed::STEP_K * Routed::BYTES);
       }
       return;
@@ -241,53 +294,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int expert = expert_of[item.tile];
     strip += strip_begin + item.strip;
     if (SHARED != NONE && expert < 0) {
-      run_steps = -SHARED_PIECE_STEPS;
+      run_bytes = run_word(SHARED_PIECE_STEPS * Shared::BYTES, SHARED_COPY);
       run_source = shared2 + size_t(u32(strip * PIECES + piece)) * u32(SHARED_PIECE_STEPS * Shared::BYTES);
     } else {
-      run_steps = PIECE_STEPS;
+      run_bytes = run_word(PIECE_STEPS * Routed::BYTES, DOWN_COPY);
       run_source = w2 + size_t(u32((expert * STRIPS_ALL + strip) * PIECES + piece)) * u32(PIECE_STEPS * Routed::BYTES);
     }
   };
   const u8 *source = nullptr;
-  int source_steps = 0, run = 0, fetch_slot = 0, in_flight = 0, asked = 0;
+  int left_bytes = 0, copy_most = 0, run = 0, fetch_slot = 0, in_flight = 0, asked = 0;
   // The next item of this warp in the second half.
   auto open_item = [&]() {
     const Item item = item_of(warp + asked * WARPS, live, shared_tiles, num_tiles);
     if (item.tile >= num_tiles) return false;
     if (elected()) items_of[warp][asked % ITEMS] = item.tile | item.strip << 16 | item.strips << 24;
     ++asked;
-    const int expert = expert_of[item.tile], strip = strip_begin + item.strip;
+    const int expert = uniform(expert_of[item.tile]), strip = strip_begin + item.strip;
     if (SHARED != NONE && expert < 0) {
-      source_steps = -SHARED_PIECE_STEPS;
+      left_bytes = SHARED_PIECE_STEPS * Shared::BYTES, copy_most = SHARED_COPY;
       source = shared2 + size_t(u32(strip)) * u32(SHARED_PIECE_STEPS * Shared::BYTES);
     } else {
-      source_steps = PIECE_STEPS * item.strips;
+      left_bytes = PIECE_STEPS * Routed::BYTES * item.strips, copy_most = DOWN_COPY;
       source = w2 + size_t(u32(expert * STRIPS_ALL + strip)) * u32(PIECE_STEPS * Routed::BYTES);
     }
     return true;
   };
   // One more chunk into the next slot; false where nothing is left, or nothing is known yet.
   auto fetch = [&](bool known) {
-    if (source_steps == 0) {
+    if (left_bytes == 0) {
       if (ONE_PIECE && known && run >= (slice > 0 ? shared_units + routed_units : 0)) {
         if (!open_item()) return false;
       } else {
         if (!ONE_BATCH && run > 0 && run % 32 == 0) prepare(run, known);
-        source_steps = __shfl_sync(0xffffffffu, run_steps, run % 32);
-        if (source_steps == 0) return false;
-        source = reinterpret_cast<const u8 *>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(run_source), run % 32));
+        const u32 word = uniform(__shfl_sync(0xffffffffu, run_bytes, u32(run) % 32));
+        if (word == 0) return false;
+        left_bytes = (word & 0xffff) * 16, copy_most = (word >> 16) * 16;
+        source = uniform(
+            reinterpret_cast<const u8 *>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(run_source), u32(run) % 32)));
         ++run;
       }
     }
-    const bool of_shared = SHARED != NONE && source_steps < 0;
-    const int chunk = ONE_PIECE && asked > 0 ? DOWN_CHUNK : CHUNK;
-    const int steps = of_shared ? max(-SHARED_CHUNK, source_steps) : min(chunk, source_steps);
-    const u32 bytes = of_shared ? -steps * Shared::BYTES : steps * Routed::BYTES;
+    const int bytes = min(left_bytes, copy_most);
     if (elected()) {
       barrier_expect(full + fetch_slot * 8, bytes);
       copy_bulk(ring_at + fetch_slot * SLOT_BYTES, source, bytes, full + fetch_slot * 8, once);
     }
-    source += bytes, source_steps -= steps;
+    source += bytes, left_bytes -= bytes;
     if (++fetch_slot == SLOTS) fetch_slot = 0;
     return true;
   };
@@ -295,12 +347,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (lane == 0) {
     for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full + slot * 8, 1);
     if (RESIDENT) barrier_init(x_there, 1);
-    if (warp == 0)
-      for (int i = 0; i < BUFFERS; ++i) {
-        barrier_init(met_at(i), WARPS);
-        barrier_init(free_at(i), 1);
+    if (warp == 0) {
+      for (int i = 0; i < BUFFERS * GROUPS; ++i) {
+        barrier_init(met_at(i, 0), SHARERS);
+        barrier_init(free_at(i, 0), 1);
       }
-    if (warp == 0) barrier_init(halves, WARPS);
+      if (QUADS)
+        for (int i = 0; i < BUFFERS; ++i) barrier_init(all_met_at(i), WARPS);
+      barrier_init(halves, WARPS);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -322,8 +377,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = threadIdx.x; i < EXPERTS * 3; i += THREADS) copy4(shared_address(factors_of + i), factors + i);
 #pragma unroll 1
   for (int i = threadIdx.x; i < EXPERTS * WORDS; i += THREADS) named[i] = 0;
+  if (NAMED_AT_ONCE && threadIdx.x < NAMED_WORDS) named_experts[threadIdx.x] = 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < shared_tiles * X_ROWS; i += THREADS) pair_of[i / X_ROWS][i % X_ROWS] = pairs + i | i << 16;
+  if (threadIdx.x < shared_tiles)
+    expert_of[threadIdx.x] = -1, count_of[threadIdx.x] = min(X_ROWS, rows - int(threadIdx.x) * X_ROWS);
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -342,7 +400,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                              __ldcg(reinterpret_cast<unsigned long long *>(state) + 2)};
   auto stage_row = [&](int slot, int row) {
     const u8 *from = x + (size_t(row) * x_stride + slice_begin * 128) * 2;
-    for (int at = lane * 16; at < slice * 256; at += 512) copy16(shared_address(x_own) + slot * X_PITCH + at, from + at);
+    const u32 to = shared_address(x_own) + slot * X_PITCH + group * SLICE * 256;
+    for (int at = lane * 16; at < slice * 256; at += 512) copy16(to + at, from + at);
   };
   if (RESIDENT && slice > 0 && elected()) {
     const u32 bytes = slice * 256;
@@ -355,15 +414,93 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
   copies_commit();
+  // What this warp computes of the first half, and its first copies.
+  auto begin = [&]() {
+    if (RESIDENT) {
+      routed_units = rounds_below(num_tiles * UNITS) - shared_units;
+    } else {
+      // So many in a row that all blocks need about the same time, with what they have of the shared expert.
+      const float all = float(num_tiles - shared_tiles) * UNITS;
+      // Widening bounds the four-bit formats: there a unit of the shared expert, which is read ahead, costs about as one of
+      // theirs in spite of its bytes.
+      constexpr float by_bytes = float(128 / Shared::STEP_K * Shared::BYTES) / (128 / Routed::STEP_K * Routed::BYTES);
+      constexpr float ratio = SHARED == NONE ? 0.0f : FORMAT == NVFP4 || FORMAT == INT4 ? 1.0f : by_bytes;
+      const int more = shared_all % GRID, least = shared_all / GRID;  // `more` blocks have one unit of it more than `least`
+      const float fair = (all + shared_all * ratio) / GRID;
+      const float with_more = more == 0 ? 0.0f : fmaxf(0.0f, fair - (least + 1) * ratio);
+      const float without = (all - more * with_more) / (GRID - more);
+      auto boundary = [&](int b) {
+        if (b == GRID) return int(all);
+        return int(b < more ? b * with_more : more * with_more + (b - more) * without);
+      };
+      routed_first = uniform(boundary(block));
+      routed_units = uniform(boundary(block + 1)) - routed_first;
+      if (QUADS) {
+        const int of_first = min(routed_units, UNITS - routed_first % UNITS), others = routed_units - of_first;
+        first_quads = of_first / GROUPS, first_singles = of_first % GROUPS, more_quads = others / GROUPS;
+        routed_units = first_quads + first_singles + more_quads + others % GROUPS;
+      }
+    }
+    prepare(run / 32 * 32, true);
+    // Slots that its units do not fill stay empty for now: what others need first comes first.
+    const int own_units = slice > 0 ? shared_units + routed_units : 0;
+#pragma unroll 1
+    while (in_flight < SLOTS && (!ONE_PIECE || left_bytes != 0 || run < own_units || own_units == 0) && fetch(true))
+      ++in_flight;
+  };
+  bool asked_early = false;
+  if (NAMED_AT_ONCE) {
+    // Tiles go by expert, so that the number of experts named below one is its tile, as long as none has more pairs than a tile
+    // has rows: as long as no row chooses an expert twice. Every warp finds that out for itself (all write the same to the same
+    // places), and asks for its weights; the tables of rows follow while these are under way.
+    if (warp * 32 < MOST_PAIRS) {
+      if (own_ids[0] >= EXPERTS) own_ids[0] = -1;
+      if (own_ids[0] >= 0) atomicOr(&named_experts[own_ids[0] / 32], 1u << own_ids[0] % 32);
+      if (threadIdx.x < MOST_PAIRS) id_of[threadIdx.x] = own_ids[0];
+    }
+    __syncthreads();
+    constexpr int EACH = (MOST_PAIRS + 31) / 32;
+    int id[EACH];
+    bool twice = false;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) id[i] = lane + 32 * i < pairs ? id_of[lane + 32 * i] : -1;
+    const u32 word = lane < NAMED_WORDS ? named_experts[lane] : 0;
+    int below = __popc(word);
+#pragma unroll
+    for (int step = 1; step < NAMED_WORDS; step *= 2) {
+      const int more = __shfl_up_sync(0xffffffffu, below, step);
+      if (lane >= step) below += more;
+    }
+    const int all_named = __shfl_sync(0xffffffffu, below, NAMED_WORDS - 1);
+    below -= __popc(word);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = max(id[i], 0), before = __shfl_sync(0xffffffffu, below, at / 32);
+      const u32 of_word = __shfl_sync(0xffffffffu, word, at / 32);
+      if (id[i] >= 0) expert_of[shared_tiles + before + __popc(of_word & ((1u << at % 32) - 1))] = id[i];
+    }
+    if (pairs - all_named >= X_ROWS) {
+#pragma unroll
+      for (int i = 0; i < EACH; ++i)
+#pragma unroll 1
+        for (int other = lane + 32 * i - (lane + 32 * i) % CHOICES; other < lane + 32 * i; ++other)
+          twice |= id[i] >= 0 && id_of[other] == id[i];
+    }
+    __syncwarp();
+    if (!__any_sync(0xffffffffu, twice)) {
+      num_tiles = shared_tiles + all_named;
+      begin();
+      asked_early = true;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < PAIRS_EACH; ++i) {
     const int pair = threadIdx.x + i * THREADS;
     if (own_ids[i] >= EXPERTS) own_ids[i] = -1;
     if (own_ids[i] >= 0) atomicOr(&named[own_ids[i] * WORDS + pair / 32], 1u << pair % 32);
-    if (pair < pairs) id_of[pair] = own_ids[i], weight_of[pair] = own_weights[i];
+    if (pair < pairs) weight_of[pair] = own_weights[i];
+    if (!NAMED_AT_ONCE && pair < pairs) id_of[pair] = own_ids[i];
   }
-  if (threadIdx.x < shared_tiles)
-    expert_of[threadIdx.x] = -1, count_of[threadIdx.x] = min(X_ROWS, rows - int(threadIdx.x) * X_ROWS);
   __syncthreads();
 
   // The tiles, by expert; an expert's pairs in ascending order, X_ROWS to a tile.
@@ -402,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   tiles_before -= own_tiles;
   __syncthreads();
   const int of_warp = lane < WARPS ? tiles_of_warp[lane] : 0;
-  num_tiles += __reduce_add_sync(0xffffffffu, of_warp);
+  num_tiles = shared_tiles + __reduce_add_sync(0xffffffffu, of_warp);
   if (warp < EXPERT_WARPS) {
     tiles_before += __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
     int tile = shared_tiles + tiles_before;
@@ -416,32 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
 
-  if (RESIDENT) {
-    routed_units = rounds_below(num_tiles * UNITS) - shared_units;
-  } else {
-    // So many in a row that all blocks need about the same time, with what they have of the shared expert.
-    const float all = float(num_tiles - shared_tiles) * UNITS;
-    // Widening bounds the four-bit formats: there a unit of the shared expert, which is read ahead, costs about as one of
-    // theirs in spite of its bytes.
-    constexpr float by_bytes = float(128 / Shared::STEP_K * Shared::BYTES) / (128 / Routed::STEP_K * Routed::BYTES);
-    constexpr float ratio = SHARED == NONE ? 0.0f : FORMAT == NVFP4 || FORMAT == INT4 ? 1.0f : by_bytes;
-    const int more = shared_all % GRID, least = shared_all / GRID;  // `more` blocks have one unit of it more than `least`
-    const float fair = (all + shared_all * ratio) / GRID;
-    const float with_more = more == 0 ? 0.0f : fmaxf(0.0f, fair - (least + 1) * ratio);
-    const float without = (all - more * with_more) / (GRID - more);
-    auto boundary = [&](int b) {
-      if (b == GRID) return int(all);
-      return int(b < more ? b * with_more : more * with_more + (b - more) * without);
-    };
-    routed_first = boundary(block);
-    routed_units = boundary(block + 1) - routed_first;
-  }
-  prepare(run / 32 * 32, true);
-  // Slots that its units do not fill stay empty for now: what others need first comes first.
-  const int own_units = slice > 0 ? shared_units + routed_units : 0;
-#pragma unroll 1
-  while (in_flight < SLOTS && (!ONE_PIECE || source_steps != 0 || run < own_units || own_units == 0) && fetch(true))
-    ++in_flight;
+  if (!asked_early) begin();
 #pragma unroll
   for (int i = 0; i < PAIRS_EACH; ++i) {
     const int pair = threadIdx.x + i * THREADS;
@@ -475,65 +587,94 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (RESIDENT && slice > 0) barrier_wait(x_there, 0);
   int staged = -1;
+  [[maybe_unused]] u32 turns = 0;  // of quads and of other units: how often each buffer has been used, modulo 2
   const int units = shared_units + routed_units;
+  // Of the warps that read the same part of x, one of each group.
+  auto readers_sync = [&]() {
+    if (QUADS)
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + member), "n"(GROUPS * 32) : "memory");
+    else
+      __syncwarp();
+  };
   auto compute = [&](int index) {
     const bool is_shared = SHARED != NONE && index < shared_units;
-    const u32 unit = unit_at(index);
-    const int tile = unit / UNITS, count = count_of[tile];
+    const Turn turn = turn_at(index);
+    const u32 unit = turn.unit;
+    const int tile = unit / UNITS, count = uniform(count_of[tile]);
     auto row_of = [&](int place) { return pair_of[tile][place] >> 16; };
     if (!RESIDENT && tile != staged) {
-      __syncwarp();
+      readers_sync();
 #pragma unroll 1
       for (int place = 0; place < count; ++place) stage_row(place, row_of(place));
       copies_commit();
       copies_wait<0>();
-      __syncwarp();
+      readers_sync();
       staged = tile;
     }
     const int place = g < count ? g : 0;  // columns beyond the tile's rows are computed and not read
     const u8 *x_lane = x_own + (RESIDENT ? row_of(place) : place) * X_PITCH + t * 32;
-    Sums sums = {};
+    if (!turn.quad) x_lane += group * SLICE * 256;
     const int chunk = is_shared ? SHARED_CHUNK : CHUNK;
+    float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (int left = slice * (128 / (is_shared ? Shared::STEP_K : Routed::STEP_K)); left > 0; left -= chunk) {
-      barrier_wait(full + slot * 8, parity);
-      if (is_shared) {
+    for (int slices = turn.quad ? GROUPS : 1; slices > 0; --slices) {
+      Sums sums = {};
+#pragma unroll 1
+      for (int left = slice * (128 / (is_shared ? Shared::STEP_K : Routed::STEP_K)); left > 0; left -= chunk) {
+        barrier_wait(full + slot * 8, parity);
+        if (is_shared) {
 #pragma unroll
-        for (int s = 0; s < SHARED_CHUNK; ++s)
-          if (SHARED_EVEN || s < left)
-            multiply<SHARED_FORMAT>(sums, ring + slot * SLOT_BYTES + s * Shared::BYTES, lane, [&](int b) {
-              const u8 *at = x_lane + s * Shared::STEP_K * 2 + b * 128;
-              return Fragment{load16(at), load16(at + 16)};
-            });
-        x_lane += SHARED_CHUNK * Shared::STEP_K * 2;
-      } else {
+          for (int s = 0; s < SHARED_CHUNK; ++s)
+            if (SHARED_EVEN || s < left)
+              multiply<SHARED_FORMAT>(sums, ring + slot * SLOT_BYTES + s * Shared::BYTES, lane, [&](int b) {
+                const u8 *at = x_lane + s * Shared::STEP_K * 2 + b * 128;
+                return Fragment{load16(at), load16(at + 16)};
+              });
+          x_lane += SHARED_CHUNK * Shared::STEP_K * 2;
+        } else {
 #pragma unroll
-        for (int s = 0; s < CHUNK; ++s)
-          if (EVEN || s < left)
-            multiply<FORMAT>(sums, ring + slot * SLOT_BYTES + s * Routed::BYTES, lane, [&](int b) {
-              const u8 *at = x_lane + s * Routed::STEP_K * 2 + b * 128;
-              return Fragment{load16(at), load16(at + 16)};
-            });
-        x_lane += CHUNK * Routed::STEP_K * 2;
+          for (int s = 0; s < CHUNK; ++s)
+            if (EVEN || s < left)
+              multiply<FORMAT>(sums, ring + slot * SLOT_BYTES + s * Routed::BYTES, lane, [&](int b) {
+                const u8 *at = x_lane + s * Routed::STEP_K * 2 + b * 128;
+                return Fragment{load16(at), load16(at + 16)};
+              });
+          x_lane += CHUNK * Routed::STEP_K * 2;
+        }
+        next_slot();
       }
-      next_slot();
+      if (QUADS) {  // no sum is -0
+        own.x += sums[0][0] + sums[1][0], own.y += sums[0][1] + sums[1][1];
+        own.z += sums[0][2] + sums[1][2], own.w += sums[0][3] + sums[1][3];
+      } else {
+        own = make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2],
+                          sums[0][3] + sums[1][3]);
+      }
     }
     // The warps' sums meet in one of a few buffers; one warp after the other adds them up.
     const int buffer = index % BUFFERS;
-    if (index >= BUFFERS) barrier_wait(free_at(buffer), (index / BUFFERS - 1) & 1);
-    const float4 own =
-        make_float4(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1], sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]);
+    if (index >= BUFFERS) barrier_wait(free_at(buffer, group), (index / BUFFERS - 1) & 1);
     const bool few = COLUMN_PAIRS == 1 || count <= 2;  // all in the lanes of t = 0
     float4 *const here = reinterpret_cast<float4 *>(partial + buffer * (PARTIAL_BYTES / 4) + warp * PARTIAL_FLOATS);
     if (few ? t == 0 : t < COLUMN_PAIRS) here[few ? g : g * COLUMN_PAIRS + t] = own;
     __syncwarp();
-    if (lane == 0) barrier_arrive(met_at(buffer));
+    if (lane == 0) barrier_arrive(QUADS && !turn.quad ? all_met_at(buffer) : met_at(buffer, group));
+    if (QUADS) turns ^= 1u << (turn.quad ? buffer : BUFFERS + buffer);
   };
-  auto all_met = [&](int index) { return barrier_passed(met_at(index % BUFFERS), index / BUFFERS & 1); };
+  // Of a unit that this warp has computed, and of which the buffer is not free again.
+  auto all_met = [&](int index) {
+    const int buffer = index % BUFFERS;
+    const bool quad = turn_at(index).quad;
+    const u32 phase = QUADS ? ~turns >> (quad ? buffer : BUFFERS + buffer) & 1 : index / BUFFERS & 1;
+    const bool passed = barrier_passed(QUADS && !quad ? all_met_at(buffer) : met_at(buffer, group), phase);
+    return bool(__all_sync(0xffffffffu, passed));
+  };
   auto add_up = [&](int index) {
     const int buffer = index % BUFFERS;
-    barrier_wait(met_at(buffer), index / BUFFERS & 1);
-    const u32 unit = unit_at(index);
+    const Turn turn = turn_at(index);
+    while (!all_met(index)) {
+    }
+    const u32 unit = turn.unit;
     const int tile = unit / UNITS, feature = unit % UNITS * 8, count = count_of[tile];
     const bool few = COLUMN_PAIRS == 1 || count <= 2;
     float gate_factor = 1.0f, up_factor = 1.0f;
@@ -543,12 +684,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const float *const here = partial + buffer * (PARTIAL_BYTES / 4);
     // Four groups of four warps, whoever adds them: of one or two rows eight lanes a group, else every lane all of its place.
-    auto group_sum = [&](int group, int place_of) {
-      const float4 *from = reinterpret_cast<const float4 *>(here + group * 4 * PARTIAL_FLOATS) + place_of;
+    auto group_sum = [&](int number, int place_of) {
+      // In quads a member's sum is there already, or its four slices are those of the groups' warps.
+      const int first = !QUADS ? number * 4 : turn.quad ? group * SHARERS + number : number;
+      const float4 *from = reinterpret_cast<const float4 *>(here + first * PARTIAL_FLOATS) + place_of;
       float4 sum = from[0];
+      if (QUADS && turn.quad) return sum;
 #pragma unroll
       for (int w = 1; w < 4; ++w) {
-        const float4 one = from[w * (PARTIAL_FLOATS / 4)];
+        const float4 one = from[w * (QUADS ? SHARERS : 1) * (PARTIAL_FLOATS / 4)];
         sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
       }
       return sum;
@@ -569,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           (a.w + b.w) + (c.w + d.w));
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(free_at(buffer));
+    if (!QUADS || turn.quad ? lane == 0 : lane < GROUPS) barrier_arrive(free_at(buffer, QUADS && !turn.quad ? lane : group));
     const u32 both = to_bf16_pair(silu(total.x * gate_factor) * (total.z * up_factor),
                                   silu(total.y * gate_factor) * (total.w * up_factor));
     // Lane n writes row n's eight features at once: their presence says that they are there. In a block of 64, lanes'
@@ -592,7 +736,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int index = 0; index <= units; ++index) {
     if (index < units) {
       compute(index);
-      if (warp == index % WARPS) pending = index;
+      if (QUADS && turn_at(index).quad ? member == index % SHARERS : warp == index % WARPS) pending = index;
     }
     if (pending >= 0 && (pending < index || all_met(pending))) {
       add_up(pending);

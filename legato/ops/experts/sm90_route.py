@@ -26,9 +26,9 @@ _EXPERTS, _PARTS, _THREADS, _STEP_K, _STEP_BYTES = 16, 8, 160, 64, 2048
 #: Experts at most, so that all blocks run at once.
 _MOST_EXPERTS = 256
 _SHARED_BYTES = 190 * 1024
-#: What a block asks for at least, so that fewer of them stand beside the product before: the experts behind start 2 us sooner
+#: What a block asks for at least: how many of them stand beside the product before decides when the experts behind start
 #: (NOTES.md).
-_LEAST_SHARED_BYTES = 60 * 1024
+_LEAST_SHARED_BYTES = 24 * 1024
 
 
 def serves(num_experts: int, hidden: int) -> bool:

@@ -6,6 +6,7 @@ The packed layout, the tilings' sizes and the compilation are tested on any mach
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -110,6 +111,7 @@ def test_tilings_keep_the_source_s_rules(shape: tuple[int, int, int]) -> None:
         barriers = 8 * sm90_tiling.WARPS * (made["SLOTS"] + made["X_SLOTS"])
         assert cut.shared_bytes(tiles) + barriers + 1024 + 64 <= sm90_tiling.SHARED_BYTES
         assert 1 <= made["PACED"] <= made["SLOTS"] and made["CHUNK"] * made["BATCH"] >= 1
+        assert 0 <= made["HELD"] <= made["CHUNK"] * min(made["BATCH"], made["SLOTS"]), "held are the first of the ring"
     assert cut.strips * 16 % (4 * cut.ranks) == 0
     assert outputs < 512 or cut.strips * 16 % (8 * cut.ranks) == 0, "a rank has gates with their ups"
     blocks = inputs * bits // 512
@@ -216,6 +218,21 @@ def test_error_and_bits_of_every_shape(shape: tuple[int, int, int], uninitialise
         assert torch.equal(product(some, added), product(some, added)), count
     order = torch.arange(most - 1, -1, -1, device="cuda")
     assert torch.equal(product(x[order], residual[order]), alone[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [shape for shape, recorded in sm90_tiling.RECORDED.items() if recorded.held], ids=str)
+def test_weights_held_in_registers_change_no_bits(shape: tuple[int, int, int], uninitialised_is_nan: None) -> None:
+    """As if they were read from shared memory when rows come."""
+    product = Product(*shape)
+    cut, kept = sm90_tiling.tiling(*shape), product.weight[0]
+    assert cut is not None and isinstance(kept, sm90_packing.Kept)
+    for count in (1, 6, 16):
+        x, residual = product.rows(count)
+        wide = cut.wide and replace(cut.wide, held=0)
+        read = sm90.Packed(replace(cut, held=0, wide=wide), kept.packed, *product.weight[1:])
+        assert torch.equal(product(x, residual), sm90.multiply(read, x, residual)), count
 
 
 @pytest.mark.gpu

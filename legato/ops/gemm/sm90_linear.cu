@@ -25,6 +25,8 @@
 // BATCH: slots whose part of x is fetched together; X_SLOTS: such batches in flight (X_COPIES 0: 1 if a slice is never
 // longer than a batch, else 2); PACED: slots of a ring in flight while the dependency is not resolved (the others are
 // asked for as those arrive, so that weights for later do not delay those that the preceding kernel still waits for);
+// HELD: blocks of K, of a warp's first, whose weights are read into registers before the dependency is waited for: what stands in
+// shared memory then has only to be read at 128 bytes a cycle, but everything waits for that; and the ring goes on behind them.
 // FP8: weights are e4m3 with one float32 scale per 128x128; RESIDENT: thread blocks that a multiprocessor must hold;
 // SWIGLU: outputs are four of a gate and the same four of its up in turn, and y is silu(gate) * up, half as wide. NORM: x is an
 // RMSNorm's input. Lanes multiply it by the norm's weight as they hold it, each warp sums the squares of its slice of K
@@ -70,6 +72,8 @@ constexpr int SLICE = K_BLOCKS / (RANKS * WARPS);
 static_assert(OWN_QUADS % ITEM_QUADS == 0, "a gate and its up belong to the same rank");
 static_assert(OUTPUTS % (4 * RANKS) == 0, "every rank owns groups of four outputs");
 static_assert(!BEST || (!SWIGLU && TOKENS <= 16), "the best of what a product is, of few rows");
+static_assert(HELD <= X_BLOCKS && HELD <= SLOTS * CHUNK, "blocks held are of the first batch and of the ring as it was first filled");
+static_assert(!HELD || X_SLOTS == 1 || !(X_COPIES || X_ASYNC), "the first batch of x is a case of its own");
 static_assert(!NORM || (RANKS == 1 && X_SLOTS == 1 && !X_COPIES && !SWIGLU), "a norm needs all of x at once");
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -269,10 +273,26 @@ struct Scales {
 #ifndef FP8_CHAINS
 #define FP8_CHAINS 2
 #endif
-// One block of K. Of the last group of a weight, which may have fewer strips, whatever lies behind them is multiplied too: such
-// sums go nowhere.
-__device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u8 *block, int lane,
-                                         const Scales &scales, int pair) {
+// This lane's weights of a strip of a block, the upper half of them or the lower.
+struct InShared {
+  const u8 *block;
+  int lane;
+
+  __device__ __forceinline__ uint4 operator()(int strip, int half) const {
+    return *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + half * 512 + lane * 16);
+  }
+};
+
+struct InRegisters {
+  const uint4 (&block)[STRIPS][2];
+
+  __device__ __forceinline__ uint4 operator()(int strip, int half) const { return block[strip][half]; }
+};
+
+// One block of K. Of the last group of a weight, which may have fewer strips, whatever lies behind them is
+// multiplied too: such sums go nowhere.
+template <typename Weights>
+__device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, Weights weights, const Scales &scales, int pair) {
 #if FP8
   Fragments high;
 #pragma unroll
@@ -284,8 +304,7 @@ __device__ __forceinline__ void multiply(Sums &sums, const Fragments &x, const u
 #endif
 #pragma unroll
   for (int strip = 0; strip < STRIPS; ++strip) {
-    const uint4 upper = *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + lane * 16);
-    const uint4 lower = *reinterpret_cast<const uint4 *>(block + strip * BLOCK_BYTES + 512 + lane * 16);
+    const uint4 upper = weights(strip, 0), lower = weights(strip, 1);
 #if FP8
     const u32 codes[2][4] = {{upper.x, upper.y, upper.z, upper.w}, {lower.x, lower.y, lower.z, lower.w}};
     float products[TILES][FP8_CHAINS][4] = {};
@@ -443,6 +462,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     // The others' barriers are there. Now, where nothing waits for it.
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   }
+#if HELD
+  // Weights wait in registers, so that less is to be read when x has come.
+  uint4 held[HELD][STRIPS][2];
+#pragma unroll
+  for (int b = 0; b < HELD; ++b) {
+    if (b % CHUNK == 0) barrier_wait(full + b / CHUNK * 8, 0);
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint4 &v = held[b][strip][half];
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(ring + b / CHUNK * SLOT_BYTES + (b % CHUNK * live + strip) * BLOCK_BYTES + half * 512 + lane * 16));
+      }
+    // Their slots are free for what comes behind the ring.
+    const int next = b / CHUNK + SLOTS;
+    if (b % CHUNK == CHUNK - 1 && next < num_chunks) {
+      __syncwarp();
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      if (elected()) fetch(next);
+    }
+  }
+  __syncwarp();
+#endif
 #if X_ASYNC
   // Rows in whole turns of a warp: a lane's pieces lie as far apart.
   constexpr int ROW_PIECES = X_ROW / 16;
@@ -523,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
   Sums sums = {};
   auto pair = [&](int block) { return (begin + block) / 2 - begin / 2; };
-  auto consume = [&](int batch, const Fragments(&part)[X_BLOCKS]) {
+  auto consume = [&](int batch, const Fragments(&part)[X_BLOCKS], bool is_first) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const int chunk = batch * BATCH + i, slot = chunk % SLOTS;
@@ -538,18 +582,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
           scale(scaled[b], own[b], norm_pieces[warp] + ((i * CHUNK + b) * 4 + lane % 4) * PIECES);
       own = scaled;
 #endif
-      barrier_wait(full + slot * 8, chunk / SLOTS & 1);
+      const bool whole_held = is_first && (i + 1) * CHUNK <= HELD;
+      if (!whole_held) barrier_wait(full + slot * 8, chunk / SLOTS & 1);
       const u8 *filled = shared + warp * PARTIAL_STRIDE + slot * SLOT_BYTES;
 #pragma unroll
-      for (int b = 0; b < CHUNK; ++b)
-        if (b < count) multiply(sums, own[b], filled + b * live * BLOCK_BYTES, lane, scales_at, pair(chunk * CHUNK + b));
+      for (int b = 0; b < CHUNK; ++b) {
+#if HELD
+        if (is_first && i * CHUNK + b < HELD) {
+          if (b < count) multiply(sums, own[b], InRegisters{held[i * CHUNK + b]}, scales_at, pair(chunk * CHUNK + b));
+          continue;
+        }
+#endif
+        if (b < count)
+          multiply(sums, own[b], InShared{filled + b * live * BLOCK_BYTES, lane}, scales_at, pair(chunk * CHUNK + b));
+      }
 #if NORM
 #pragma unroll
       for (int b = 0; b < CHUNK; ++b)
         if (b < count) add_squares(part[i * CHUNK + b], squares);
 #endif
       __syncwarp();
-      if (chunk + SLOTS < num_chunks) {
+      if (chunk + SLOTS < num_chunks && !whole_held) {
         // The copy must not overtake reads of the slot that are still on their way.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         if (elected()) fetch(chunk + SLOTS);
@@ -583,10 +636,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       fetch_x(batch + X_SLOTS);
     }
 #endif
-    consume(batch, copied);
+    consume(batch, copied, X_SLOTS == 1);
   }
 #elif X_SLOTS == 1
-  consume(0, x_even);
+  consume(0, x_even, true);
 #else
   Fragments x_odd[X_BLOCKS];
 #if FP8
@@ -595,10 +648,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   for (int batch = 0; batch < num_batches; batch += 2) {
     const int next = (batch + 1) * X_BLOCKS, after = next + X_BLOCKS;
     if (next < length) load_rows(x_odd, row_places, next, length - next);
-    consume(batch, x_even);
+    if (HELD && batch == 0) consume(0, x_even, true);
+    else consume(batch, x_even, false);
     if (next >= length) break;
     if (after < length) load_rows(x_even, row_places, after, length - after);
-    consume(batch + 1, x_odd);
+    consume(batch + 1, x_odd, false);
   }
 #endif
 

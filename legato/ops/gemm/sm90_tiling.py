@@ -36,7 +36,8 @@ class Recorded:
     """An entry of the table. `strips`, `ranks` as in `Tiling`; `ring`: KiB of weights in flight per thread block;
     `x_copies`: x by copies into shared memory, else straight into registers; `paced`: only one slot per warp is asked
     for at first; `chunk`: blocks of K in a slot, where that differs from the rule; `rows`: up to which it is faster than
-    the library, likewise."""
+    the library, likewise; `held`, `residents`: as in `Tiling`; `wide`: the same strips and ranks for more than one tile of rows,
+    where that is faster cut otherwise."""
 
     strips: int
     ranks: int
@@ -45,6 +46,9 @@ class Recorded:
     paced: bool = False
     chunk: int | None = None
     rows: int | None = None
+    held: int = 0
+    residents: int = 1
+    wide: Recorded | None = None
 
 
 #: Rows up to which the kernel is faster than the library, by bits of a weight, unless recorded otherwise: for FP8 the library
@@ -61,7 +65,9 @@ class Tiling:
     copies into shared memory (`x_copies`), `x_slots` batches ahead, or straight into registers. `bits` of a weight: 16
     (bfloat16) or 8 (e4m3). All that is for one or two tiles of rows; more tiles read the same packed weight in smaller
     pieces, and x always into registers. Beyond `most_rows` the library is faster. `k_blocks`: blocks of K that the weight
-    has, and `whole`: whether its strips divide into groups, for which the kernel is compiled.
+    has, and `whole`: whether its strips divide into groups, for which the kernel is compiled. `held`: blocks of K whose
+    weights a warp has read into registers when one or two tiles of rows come. `residents`: thread blocks that a
+    multiprocessor must hold, at least. `wide`: for more than one tile of rows, if that differs.
     """
 
     strips: int
@@ -76,6 +82,9 @@ class Tiling:
     most_rows: int
     k_blocks: int
     whole: bool
+    held: int
+    residents: int
+    wide: Tiling | None
 
     @property
     def block_k(self) -> int:
@@ -89,16 +98,30 @@ class Tiling:
 
     def macros(self, tiles: int) -> dict[str, int]:
         """The source's macros for so many tiles of 8 rows."""
+        if self.wide is not None and tiles > 1:
+            return self.wide.macros(tiles)
         made = self._in_registers(tiles)
         asynchronous = tiles in _ASYNCHRONOUS[self.bits] and not made["X_COPIES"]
-        return _with_residents(made | _past_the_l1(made) if asynchronous else made)
+        return self._with_held(_with_residents(made | _past_the_l1(made) if asynchronous else made))
 
     def normed_macros(self, tiles: int) -> dict[str, int]:
         """The same for rows that are normed on the way in, each warp its whole slice of K at once."""
+        if self.wide is not None and tiles > 1:
+            return self.wide.normed_macros(tiles)
         made = {**self._in_registers(tiles), "NORM": 1}
         asynchronous = _past_the_l1(made) if tiles in _ASYNCHRONOUS[self.bits] else {}
         whole = asynchronous.get("X_SLOTS") == 1
-        return _with_residents(made | asynchronous if whole else made)
+        return self._with_held(_with_residents(made | asynchronous if whole else made))
+
+    def _with_held(self, macros: dict[str, int]) -> dict[str, int]:
+        """Held are no more blocks than every slice has and the first batch of x, nor any where copies bring x in turns."""
+        in_turns = (macros["X_COPIES"] or macros["X_ASYNC"]) and macros["X_SLOTS"] > 1
+        wanted = 0 if in_turns or macros["TILES"] > 2 else self.held
+        if macros.get("NORM") and macros["FP8"]:  # which needs the registers itself
+            wanted = min(wanted, 1)
+        of_x, shortest = macros["BATCH"] * macros["CHUNK"], self.k_blocks // (self.ranks * WARPS)
+        residents = max(macros["RESIDENT"], self.residents)
+        return {**macros, "HELD": min(wanted, of_x, shortest), "RESIDENT": residents}
 
     def _in_registers(self, tiles: int) -> dict[str, int]:
         made = {
@@ -218,20 +241,24 @@ def cut(strips_of_all: int, k_blocks: int, recorded: Recorded, bits: int) -> Til
     in_flight = 1 if paced else slots
     rows = recorded.rows or _FASTER_ROWS[bits]
     whole_groups = strips_of_all % strips == 0
-    shape = (bits, rows, k_blocks, whole_groups)
+    wide = recorded.wide and cut(strips_of_all, k_blocks, recorded.wide, bits)
+    shape = (bits, rows, k_blocks, whole_groups, recorded.held, recorded.residents, wide)
     return Tiling(strips, recorded.ranks, chunk, slots, batch, x_copies, x_slots, in_flight, *shape)
 
+
+#: Three strips of e4m3, for more than eight rows: the whole slice of K in the ring.
+_FP8_WIDE = Recorded(3, 2, 144, paced=True, chunk=2, held=4)
 
 #: (outputs, inputs, bits) -> how the weight is cut.
 RECORDED: dict[tuple[int, int, int], Recorded] = {
     (128, 6144, 16): Recorded(2, 8, 64, rows=64),
     (256, 6144, 16): Recorded(2, 8, 64, rows=64),
     (512, 6144, 16): Recorded(4, 8, 98, rows=40),
-    (2048, 2048, 16): Recorded(2, 1, 128, paced=True),
+    (2048, 2048, 16): Recorded(2, 1, 128, paced=True, held=4),
     (2624, 6144, 16): Recorded(3, 2, 192, paced=True, chunk=2),
     (2784, 6144, 16): Recorded(3, 2, 192, paced=True, chunk=2),
     (3072, 6144, 16): Recorded(3, 2, 144, paced=True),
-    (4096, 2048, 16): Recorded(2, 1, 128, paced=True),
+    (4096, 2048, 16): Recorded(2, 1, 128, paced=True, held=4),
     (4096, 6144, 16): Recorded(2, 1, 128, x_copies=True, paced=True),
     (6144, 256, 16): Recorded(3, 1, 48),
     (6144, 1536, 16): Recorded(3, 1, 144, paced=True),
@@ -241,20 +268,21 @@ RECORDED: dict[tuple[int, int, int], Recorded] = {
     (6144, 16384, 16): Recorded(3, 1, 144, x_copies=True),
     (16384, 2048, 16): Recorded(8, 1, 192, paced=True),
     (19360, 6144, 16): Recorded(5, 1, 96),
-    (2624, 6144, 8): Recorded(3, 2, 144, paced=True, chunk=2),
-    (2784, 6144, 8): Recorded(3, 2, 144, paced=True, chunk=2),
-    (3072, 6144, 8): Recorded(3, 2, 96, paced=True),
+    (24576, 6144, 16): Recorded(6, 1, 192, paced=True, wide=Recorded(6, 1, 144, paced=True)),
+    (2624, 6144, 8): Recorded(3, 2, 96, paced=True, chunk=1, held=2, wide=_FP8_WIDE),
+    (2784, 6144, 8): Recorded(3, 2, 96, paced=True, chunk=2, held=2, residents=2, wide=_FP8_WIDE),
+    (3072, 6144, 8): Recorded(3, 2, 96, paced=True, chunk=2, held=2, residents=2, wide=_FP8_WIDE),
     (4096, 6144, 8): Recorded(4, 2, 96, x_copies=True, paced=True),
     (6144, 8192, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
     (6144, 12288, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
     (6144, 16384, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
     (16384, 2048, 8): Recorded(4, 1, 64, paced=True),
-    (2048, 2048, 8): Recorded(2, 1, 64, paced=True),
+    (2048, 2048, 8): Recorded(2, 1, 64, paced=True, held=2, wide=Recorded(2, 1, 64, paced=True, held=4)),
     (4096, 2048, 8): Recorded(2, 1, 64, paced=True),
-    (6144, 2048, 8): Recorded(3, 1, 64, paced=True, rows=48),
+    (6144, 2048, 8): Recorded(3, 1, 64, paced=True, rows=48, held=2),
     (512, 6144, 8): Recorded(2, 4, 64),
     (6144, 256, 8): Recorded(2, 1, 48),
-    (6144, 1536, 8): Recorded(3, 1, 64, paced=True),
+    (6144, 1536, 8): Recorded(3, 1, 64, paced=True, held=1, wide=Recorded(3, 1, 64, paced=True)),
     (19360, 6144, 8): Recorded(5, 1, 96, x_copies=True),
     (24576, 6144, 8): Recorded(4, 1, 96),
     # What `legato bench skeleton` streams in place of the absorbed products, the experts and launches without weights.

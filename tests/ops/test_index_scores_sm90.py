@@ -124,7 +124,13 @@ def test_ragged_batches() -> None:
     for rows in range(1, 9):
         made = batch((0, 1, 64, 3000, 20000, 129, 2), rows, seed=rows)
         assert_right(made, made.scores())
-    for ends, rows in (((5000,) * 6, 1), ((4096,) * 64, 6), ((300, 7000), 21), ((64,) * 200, 2), ((0, 1, 1 << 20, 63), 6)):
+    for ends, rows in (
+        ((5000,) * 6, 1),
+        ((4096,) * 64, 6),
+        ((300, 7000), 21),
+        ((64,) * 200, 2),
+        ((0, 1, 1 << 20, 63), 6),
+    ):
         made = batch(ends, rows)
         assert_right(made, made.scores())
 

@@ -5,7 +5,8 @@ Owns how the parts are put together, and nothing that they do. Called by `server
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Set
 from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from legato.server.api import admin, native, page
 from legato.server.api.anthropic import reply as anthropic
@@ -43,12 +45,14 @@ def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, 
     """The application around a running engine, which it neither starts nor closes."""
     service = Service.of(engine, text, settings, metrics)
     app = FastAPI(title="Legato", version=legato_version(), docs_url=None, redoc_url=None)
-    for part in (chat_reply, completions, responses, models, anthropic, native, admin):
-        app.include_router(part.router(service))
+    routers = [part.router(service) for part in (chat_reply, completions, responses, models, anthropic, native, admin)]
     if settings.access.admin_routes:
-        app.include_router(admin.operations(service))
-    app.include_router(page.router(metrics))
-    _add_handlers(app, service)
+        routers.append(admin.operations(service))
+    for router in (*routers, page.router(metrics)):
+        app.include_router(router)
+    _add_handlers(
+        app, service, {route.path for router in routers for route in router.routes if isinstance(route, Route)}
+    )
     app.add_middleware(Guard, access=settings.access, limits=settings.limits, refused=metrics.refused)
     if settings.access.cors_origins:
         app.add_middleware(
@@ -62,9 +66,13 @@ def create_app(engine: EngineClient, text: ModelText, settings: ServerSettings, 
     return app
 
 
-def _add_handlers(app: FastAPI, service: Service) -> None:
+def _add_handlers(app: FastAPI, service: Service, routes: Set[str]) -> None:
     def tell(request: Request, error: Exception) -> Response:
         told = api_error(error)
+        if isinstance(error, HTTPException) and told.status == 404 and (near := _missed(routes, request.url.path)):
+            told.message += (
+                f"; did you mean {near}? The base URL of OpenAI's clients ends in /v1, that of Anthropic's does not"
+            )
         is_counted = isinstance(error, RequestRefused) or told.status in NO_REQUEST
         if 400 <= told.status < 500 and not is_counted:
             service.metrics.refused("invalid")
@@ -77,6 +85,12 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
         app.add_exception_handler(kind, tell)
     for kind in (ClientGone, ClientDisconnect):
         app.add_exception_handler(kind, gone)
+
+
+def _missed(routes: Set[str], path: str) -> str | None:
+    """The route that a wrong base URL has missed: by a `/v1` too many or too few, or by a slash."""
+    end = re.sub(r"^(/v1)+(?=/)", "", re.sub("/+", "/", path))
+    return next((near for near in (f"/v1{end}", end) if near in routes), None)
 
 
 def _document(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:

@@ -272,6 +272,23 @@ def test_small_routes(server: Server) -> None:
     assert error_of(server.http.get("/v1/completions"), 405)
 
 
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/generate", "/generate"),
+        ("/v1/embeddings", None),
+    ],
+)
+def test_a_wrong_base_url_is_told_with_the_right_one(server: Server, asked: str, near: str | None) -> None:
+    reply = server.http.post(f"{server.live.url}{asked}", json={})
+    error = reply.json()["error"]
+    assert reply.status_code == 404 and "there is no such route" in error["message"]
+    assert (f"did you mean {near}?" in error["message"]) == (near is not None)
+
+
 def test_a_request_is_aborted_by_the_id_of_its_reply(server: Server) -> None:
     server.engine.step_s, server.said = 0.05, "word " * 400
     with server.http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True, "n": 2}) as reply:

@@ -16,7 +16,7 @@ from legato.ops.cache.layout import INDEX_KEY_BYTES, INDEX_PAGE_BYTES, quantize_
 from legato.ops.case import Draw
 from legato.ops.op import Op
 from legato.ops.score import CASES, index_scores, sm90
-from tests.ops.test_oracles import ORACLES
+from tests.ops.oracles import ORACLES
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

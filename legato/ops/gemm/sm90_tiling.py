@@ -248,6 +248,8 @@ def cut(strips_of_all: int, k_blocks: int, recorded: Recorded, bits: int) -> Til
 
 #: Three strips of e4m3, for more than eight rows: the whole slice of K in the ring.
 _FP8_WIDE = Recorded(3, 2, 144, paced=True, chunk=2, held=4)
+#: Six strips of e4m3 where K is long.
+_FP8_OF_SIX = Recorded(6, 2, 96, x_copies=True, paced=True)
 
 #: (outputs, inputs, bits) -> how the weight is cut.
 RECORDED: dict[tuple[int, int, int], Recorded] = {
@@ -259,23 +261,23 @@ RECORDED: dict[tuple[int, int, int], Recorded] = {
     (2784, 6144, 16): Recorded(3, 2, 192, paced=True, chunk=2),
     (3072, 6144, 16): Recorded(3, 2, 144, paced=True),
     (4096, 2048, 16): Recorded(2, 1, 128, paced=True, held=4),
-    (4096, 6144, 16): Recorded(2, 1, 128, x_copies=True, paced=True),
+    (4096, 6144, 16): Recorded(2, 1, 192, paced=True),
     (6144, 256, 16): Recorded(3, 1, 48),
     (6144, 1536, 16): Recorded(3, 1, 144, paced=True),
     (6144, 2048, 16): Recorded(3, 1, 192, paced=True, chunk=2),
     (6144, 8192, 16): Recorded(3, 1, 144, x_copies=True),
-    (6144, 12288, 16): Recorded(3, 1, 144, x_copies=True),
-    (6144, 16384, 16): Recorded(3, 1, 144, x_copies=True),
+    (6144, 12288, 16): Recorded(3, 1, 144, x_copies=True, paced=True),
+    (6144, 16384, 16): Recorded(3, 1, 144, x_copies=True, paced=True),
     (16384, 2048, 16): Recorded(8, 1, 192, paced=True),
-    (19360, 6144, 16): Recorded(5, 1, 96),
+    (19360, 6144, 16): Recorded(10, 1, 160, paced=True),
     (24576, 6144, 16): Recorded(6, 1, 192, paced=True, wide=Recorded(6, 1, 144, paced=True)),
     (2624, 6144, 8): Recorded(3, 2, 96, paced=True, chunk=1, held=2, wide=_FP8_WIDE),
     (2784, 6144, 8): Recorded(3, 2, 96, paced=True, chunk=2, held=2, residents=2, wide=_FP8_WIDE),
     (3072, 6144, 8): Recorded(3, 2, 96, paced=True, chunk=2, held=2, residents=2, wide=_FP8_WIDE),
     (4096, 6144, 8): Recorded(4, 2, 96, x_copies=True, paced=True),
-    (6144, 8192, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
-    (6144, 12288, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
-    (6144, 16384, 8): Recorded(6, 2, 96, x_copies=True, paced=True),
+    (6144, 8192, 8): _FP8_OF_SIX,
+    (6144, 12288, 8): Recorded(6, 2, 144, x_copies=True, paced=True, wide=_FP8_OF_SIX),
+    (6144, 16384, 8): _FP8_OF_SIX,
     (16384, 2048, 8): Recorded(4, 1, 64, paced=True),
     (2048, 2048, 8): Recorded(2, 1, 64, paced=True, held=2, wide=Recorded(2, 1, 64, paced=True, held=4)),
     (4096, 2048, 8): Recorded(2, 1, 64, paced=True),
@@ -283,7 +285,7 @@ RECORDED: dict[tuple[int, int, int], Recorded] = {
     (512, 6144, 8): Recorded(2, 4, 64),
     (6144, 256, 8): Recorded(2, 1, 48),
     (6144, 1536, 8): Recorded(3, 1, 64, paced=True, held=1, wide=Recorded(3, 1, 64, paced=True)),
-    (19360, 6144, 8): Recorded(5, 1, 96, x_copies=True),
+    (19360, 6144, 8): Recorded(5, 1, 144, x_copies=True, paced=True, wide=Recorded(5, 1, 96, x_copies=True)),
     (24576, 6144, 8): Recorded(4, 1, 96),
     # What `legato bench skeleton` streams in place of the absorbed products, the experts and launches without weights.
     (256, 256, 16): Recorded(1, 1, 144, paced=True),

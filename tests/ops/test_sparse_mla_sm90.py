@@ -84,6 +84,8 @@ def test_a_multiprocessor_holds_two_blocks_where_rows_read_bytes() -> None:
 def test_many_rows_share_the_processors() -> None:
     assert cut(2048, 64, False, 2048, 132).blocks == cut(2048, 8, True, 2048, 132).blocks == 1
     assert (cut(36, 64, False, 2048, 132).blocks, cut(36, 8, False, 2048, 132).blocks) == (3, 2)
+    of_bytes = [cut(rows, 8, True, 2048, 132).blocks for rows in (36, 64, 128, 200)]
+    assert of_bytes == [4, 2, 2, 1], "two blocks on a multiprocessor take hardly longer than one"
 
 
 def arguments(rows: int = 3, heads: int = 8, width: int = 200, pages: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:

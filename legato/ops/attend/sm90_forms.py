@@ -131,7 +131,8 @@ def cut(rows: int, heads: int, packed: bool, width: int, processors: int) -> Cut
     groups = rows * -(-heads // most_heads)
     chosen = _separate(most_heads, packed, units, most, groups, processors)
     if chosen is None:
-        blocks = most if rows <= INVARIANT_ROWS else _quickest(groups, units, most, processors, most_heads)
+        running = Form(most_heads, packed)
+        blocks = most if rows <= INVARIANT_ROWS else _quickest(groups, units, most, processors, running)
         # Where each block has one unit, the parts are the same.
         way = Way.ONE if most_heads <= 16 and units <= blocks else Way.RUNNING
         chosen = Form(most_heads, packed, way), blocks
@@ -156,14 +157,19 @@ def _separate(heads: int, packed: bool, units: int, most: int, groups: int, proc
     return None
 
 
-def _quickest(groups: int, units: int, most: int, processors: int, heads: int) -> int:
-    """Blocks of a row that take the fewest units one after the other; what a block costs beside them is given in units."""
-    beside = 2.5 if heads <= 16 else 3.0
+def _quickest(groups: int, units: int, most: int, processors: int, form: Form) -> int:
+    """Blocks of a row that take the fewest units one after the other; what a block costs beside them is given in units. Two
+    blocks on a multiprocessor take hardly longer than one."""
+    beside = 2.5 if form.few else 3.0
 
     def cost(blocks: int) -> tuple[float, int]:
-        return -(-groups * blocks // processors) * (-(-units // blocks) + beside), blocks
+        resident = form.resident if units > blocks else 1
+        at_once = processors * resident
+        if resident > 1 and blocks > 2:  # clusters of four do not fill it
+            at_once = at_once * 3 // 4
+        return -(-groups * blocks // at_once) * (-(-units // blocks) + beside), blocks
 
     numbers = [1 << power for power in range(most.bit_length())]
-    if heads > 16 and most >= 4:  # owners of unequal shares of the values
+    if not form.few and most >= 4:  # owners of unequal shares of the values
         numbers.append(3)
     return min(numbers, key=cost)

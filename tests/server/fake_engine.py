@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
+from legato.config import PAGE_SIZE
 from legato.engine.messages import Counters, EngineInfo, Progress, PromptLogprobs, Report
 from legato.server.engine.client import EngineFailed, GenerationRequest, RequestRefused
 from legato.types import Stats, TokenLogprob
@@ -51,8 +52,9 @@ class FakeEngine:
         if self.state == "draining":
             raise RequestRefused("draining", "", "the engine is about to stop")
         asked = request.params.max_tokens
-        if asked is not None and len(request.prompt) + asked > self.info.context:
-            raise RequestRefused("never_fits", "max_tokens", f"the context is {self.info.context}, asked for {asked}")
+        most = min(self.info.context, -(-self.info.cache_tokens // PAGE_SIZE) * PAGE_SIZE + 1)
+        if asked is not None and len(request.prompt) + asked > most:
+            raise RequestRefused("never_fits", "max_tokens", f"there is room for {most}, asked for {asked}")
         self.seen.append(request)
         self.open.add(request.id)
         is_over = False

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from legato.config import PAGE_SIZE
 from legato.server.engine.client import EngineClient
 from legato.server.generation import Generations
 from legato.server.http.errors import ApiError
@@ -156,8 +157,11 @@ class Service:
                     )
 
     def room_for(self, asked: int | None, prompt_len: int) -> int | None:
-        """What is asked for as an upper bound; `None` where the context ends before it, and the answer with it."""
-        return None if asked is not None and prompt_len + asked > self.engine.info.context else asked
+        """What is asked for as an upper bound; `None` where the context or the cache ends before it, and the answer with it."""
+        info = self.engine.info
+        # The last token is never run, so it needs no place in a page.
+        most = min(info.context, -(-info.cache_tokens // PAGE_SIZE) * PAGE_SIZE + 1)
+        return None if asked is not None and prompt_len + asked > most else asked
 
     def check_minimum(self, min_tokens: int, prompt_len: int) -> None:
         """Raises `ParameterError` where the context ends before an answer may."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from legato.server.api.responses.request import ResponsesRequest
 from legato.server.api.service import ModelText
@@ -493,6 +494,12 @@ def test_more_than_the_context_has_room_for_is_an_upper_bound(server: Responses)
     response = server.response(max_output_tokens=100_000)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert response["max_output_tokens"] == 100_000
+    server.engine.info, before = structs.replace(server.engine.info, cache_tokens=100), server.engine.info
+    try:
+        asked = [server.response(max_output_tokens=number) and server.engine.seen[-1] for number in (2, 300)]
+    finally:
+        server.engine.info = before
+    assert [request.params.max_tokens for request in asked] == [2, None]
 
 
 def test_an_image_in_an_output_is_told_to_the_model(server: Responses) -> None:

@@ -123,3 +123,17 @@ def server(shared: Server) -> Server:
     """The same, as if new."""
     shared.reset()
     return shared
+
+
+@pytest.fixture
+def made(small_text: ModelText) -> Iterator[Callable[[ServerSettings], Server]]:
+    """Servers with settings of their own."""
+    servers: list[Server] = []
+
+    def make(settings: ServerSettings) -> Server:
+        servers.append(Server(small_text, settings))
+        return servers[-1]
+
+    yield make
+    for each in servers:
+        each.close()

@@ -74,7 +74,7 @@ constexpr bool ONE_PIECE = PIECES == 1;  // a warp's second half is worked out i
 constexpr int MOST_RUNS = (MOST_TILES * UNITS + GRID - 1) / GRID + 2 +
                           (ONE_PIECE ? 0 : (MOST_TILES * STRIPS + WARPS - 1) / WARPS * PIECES * (SPAN > 1 ? STRIPS : 1));
 constexpr bool ONE_BATCH = RESIDENT && MOST_RUNS < 32;
-constexpr int SINGLE_TILES = 4;  // the last ones, of which each strip is an item: no warp is busy long after the others
+constexpr int SINGLE_TILES = 1;  // the last one, of which each strip is an item: no warp is busy long after the others
 constexpr int ITEMS = SLOTS < 4 ? 4 : 16;  // that a warp may have asked for and not done: one a slot, and the present one
 static_assert(SLOTS < ITEMS, "items do not overtake themselves");
 static_assert(SPAN == 1 || SPAN >= STRIPS, "an item is a strip of a tile or all of them");
@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_relaxed(u8 *pointer, uint4 v) {
 // What no feature is: the conversion to bfloat16 makes one NaN, and this is another.
 constexpr u32 MISSING = 0xffffffffu;
 
-// An item of the second half: all of the block's strips of a tile; or one, where SPAN is 1, of the last tiles and of a shared
+// An item of the second half: all of the block's strips of a tile; or one, where SPAN is 1, of the last tile and of a shared
 // expert's, whose weights may be four times as many bytes: no warp is busy when all others are done. Items go round the warps.
 struct Item {
   int tile, strip, strips;

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TWO_RANKS_US = 2.35
-"""Of one exchange between two GPUs, in a chain of products: 3.4 and 3.7 us in two runs, less the 1.2 of the add and norm that a
-rank alone makes too (records/2026-11-30-all-reduce)."""
+KERNELS_US = {4: 0.92, 8: 3.14}
+"""Up to so many ranks: of one exchange in a whole iteration, its kernel run into the rank's own inbox, less the add and norm that
+a rank alone makes too (records/2026-11-30-exchanges). The first is two ranks': in a chain of products four cost as much."""
+LINK_US = 1.1
+"""More of one exchange between two GPUs than of the same kernel into the own inbox, in a chain of products (the same record)."""
 LINK_BYTES_PER_US = 365e3
-"""From one GPU to another: a sum of 64 rows takes 1.95 us longer than one of 6 (the same record)."""
+"""From one GPU to another: a sum of 64 rows takes 1.95 us longer than one of 6 (records/2026-11-30-all-reduce)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +22,9 @@ class Added:
     """Microseconds that exchanges would add to an iteration.
 
     Attributes:
-        measured: what as many exchanges between two GPUs took.
-        reckoned: the words for all further ranks, at the rate of the link. In neither is what a rank waits for the last of more
-            than two, where they come at different times.
+        measured: the kernels of so many ranks, on one GPU, and a way across the link for each, between two.
+        reckoned: the words for all ranks beyond the second at the rate of the link, as if nothing of it were hidden. In neither
+            is what a rank waits for the last of more than two, where they come at different times.
     """
 
     measured: float
@@ -37,4 +39,5 @@ def added(count: int, num_bytes: int, num_ranks: int) -> Added:
     """By `count` exchanges of an iteration of one of `num_ranks` ranks, whose own parts are `num_bytes` together."""
     if num_ranks < 2:
         return Added(0.0, 0.0)
-    return Added(count * TWO_RANKS_US, (num_ranks - 2) * num_bytes / LINK_BYTES_PER_US)
+    kernel = KERNELS_US[min(most for most in KERNELS_US if num_ranks <= most or most == max(KERNELS_US))]
+    return Added(count * (kernel + LINK_US), (num_ranks - 2) * num_bytes / LINK_BYTES_PER_US)

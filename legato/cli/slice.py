@@ -313,7 +313,7 @@ def _print(
         + (f": {line['floor_us'] / 1e3:.3f} ms, {line['roofline_percent']:.0f} %" if line["floor_us"] else "")  # type: ignore[operator]
         + f"; {figure.experts_reached:.1f} experts reached per sparse layer",
         f"without the other ranks: {figure.exchanges} exchanges are not in it; they would add "
-        f"{figure.added.total / 1e3:.2f} ms ({figure.added.measured / 1e3:.2f} as measured between two GPUs, "
+        f"{figure.added.total / 1e3:.2f} ms ({figure.added.measured / 1e3:.2f} measured on one and two GPUs, "
         f"{figure.added.reckoned / 1e3:.2f} reckoned for the words of {mesh.size} ranks)",
     ]
     if figure.num_latents < spec.num_layers + int(spec.has_mtp):

@@ -162,5 +162,6 @@ def test_two_hundred_requests_with_aborts_leave_nothing_behind():
             flipped.append((name, request.params.temperature, at, with_margins(served, request)[1][at]))
     print(f"{dict(reasons)}; (request, temperature, position, margin) of {len(flipped)} flips: {flipped}")
     assert len(flipped) <= 25
-    near = [margin < NEAR_TIE["bfloat16"] for _, temperature, _, margin in flipped if not temperature]
+    # One step of a bfloat16 logit between 16 and 32 is a tie.
+    near = [margin <= NEAR_TIE["bfloat16"] for _, temperature, _, margin in flipped if not temperature]
     assert near.count(False) <= 1, "a greedy choice flips at a near-tie"

@@ -18,7 +18,7 @@ from legato.ops.attend import sm90_masked, sparse_mla
 from legato.ops.attend.sm90_forms import MOST_BYTES, Form, cut
 from legato.ops.build import Kernel, Launch
 from legato.ops.cache.layout import LATENT_ROPE, LATENT_WIDTH, check_latent_cache
-from legato.ops.strides import is_dense
+from legato.ops.strides import dense
 
 __all__ = ["sm90_masked"]  # attached by being imported
 
@@ -47,7 +47,7 @@ def _readable(q: Tensor) -> Tensor:
 @torch.library.custom_op("legato::sparse_mla", mutates_args=(), device_types="cuda")
 def _attend(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, stored: Tensor | None) -> Tensor:
     rows, heads, _ = q.shape
-    q = _readable(q)
+    q, cache = _readable(q), dense(cache)
     out = torch.empty(rows, heads, LATENT_WIDTH, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
@@ -91,7 +91,7 @@ def sparse_mla_sm90(
     """
     check_latent_cache(cache, q.shape[2])
     served = q.dtype is torch.bfloat16 and cache.dtype in (torch.bfloat16, torch.uint8)
-    if not served or (latent_dim, q.shape[2]) != (LATENT_WIDTH, _WIDTH) or not is_dense(cache):
+    if not served or (latent_dim, q.shape[2]) != (LATENT_WIDTH, _WIDTH) or not cache.is_contiguous():
         return sparse_mla.reference(q, cache, slots, counts, scale, latent_dim)
     chosen = slots if slots.dtype is torch.int32 and slots.stride(1) == 1 else slots.to(torch.int32).contiguous()
     counts = counts.to(torch.int32).contiguous()

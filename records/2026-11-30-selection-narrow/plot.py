@@ -1,5 +1,5 @@
-"""Draws latency.png from top_k.jsonl (ours) and the baselines of 2026-11-30-selection-floors: microseconds of a call over the length of its rows. Run in this folder; needs matplotlib
-(the extra `plots`)."""
+"""Draws latency.png from top_k.jsonl (ours) and the baselines of 2026-11-30-selection-floors: microseconds of a call over the
+length of its rows. Run in this folder; needs matplotlib (the extra `plots`)."""
 
 import json
 from pathlib import Path

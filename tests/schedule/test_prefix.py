@@ -77,3 +77,21 @@ def test_nothing_grows_with_the_number_of_uses() -> None:
         found(tree, "aaaabbbb-")
         found(tree, "aaaabbbb-", f"salt {number}")
     assert len(tree._roots) == 1 and len(tree._resident) < 100
+
+
+def test_slots_on_the_host_are_given_back_however_a_page_leaves_them() -> None:
+    tree = PrefixTree(PAGE, num_slots=2)
+    cached(tree, "aaaabbbbcccc-", 1)
+    assert [page for page, _ in tree.evict(3)] == [3, 2, 1]
+    assert (tree.slots.num_free, tree.num_dropped, tree.num_pages) == (0, 1, 0), "the deepest made room for the last"
+    node = tree.lock("", [ord(letter) for letter in "aaaabbbbcccc-"], 99)
+    assert (node.depth, node.pages()) == (2, []), "two pages are found, none of them on the device"
+    assert node.parent is not None
+    tree.restore(node.parent, 11)
+    tree.restore(node, 12)
+    assert tree.slots.num_free == 2 and found(tree, "aaaabbbbc") == [11, 12]
+    tree.unlock(node, -1)
+    tree.evict(1)
+    assert tree.slots.num_free == 1
+    tree.flush()
+    assert (tree.slots.num_free, tree.num_pages) == (2, 0)

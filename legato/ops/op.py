@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 P = ParamSpec("P")
@@ -143,8 +143,8 @@ def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> 
     `targets`: names in order of preference, e.g. ("sm90",); empty on a CPU. For each op the first target with an
     implementation wins; only `legato/ops/<folder>/<target>.py` files that exist are imported. `overrides` maps an op
     name or a folder name to a target or to "reference"; an op's own entry beats its folder's.
-    Ops without an implementation for any of the targets run their references, and are named in one warning unless they
-    are `reference_ok` or overridden. Raises BindError for an unknown op, folder or implementation (with the nearest
+    Ops without an implementation for any of the targets run their references, of which a warning tells when one first runs,
+    unless they are `reference_ok` or overridden. Raises BindError for an unknown op, folder or implementation (with the nearest
     name), and for an implementation whose packages are missing.
     """
     wanted = dict(overrides or {})
@@ -160,13 +160,23 @@ def bind(targets: Sequence[str], overrides: Mapping[str, str] | None = None) -> 
         chosen[declared] = _choose(declared, targets, override)
         if chosen[declared].target == REFERENCE and override is None and targets and not declared.reference_ok:
             fallbacks.append(declared.name)
+            chosen[declared] = replace(chosen[declared], run=_warned(declared, targets))
     _check_overrides(ops, wanted)
-    if fallbacks:
-        message = f"no implementation for {', '.join(targets)}: {', '.join(fallbacks)}"
-        warnings.warn(f"{message}; their PyTorch references run instead.", stacklevel=2)
     for declared, implementation in chosen.items():
         declared.bound = implementation
     return Bindings({declared.name: picked.target for declared, picked in chosen.items()}, tuple(fallbacks))
+
+
+def _warned(declared: Op[..., Any], targets: Sequence[str]) -> Callable[..., Any]:
+    """The reference, which warns at its first call that it serves in a kernel's place, and never again."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        declared.bound = declared.implementations[REFERENCE]
+        message = f"{declared.name} has no implementation for {', '.join(targets)}"
+        warnings.warn(f"{message}; its PyTorch reference runs instead.", stacklevel=3)
+        return declared.bound.run(*args, **kwargs)
+
+    return run
 
 
 def _choose(declared: Op[..., Any], targets: Sequence[str], override: str | None) -> Implementation[Any, Any]:

@@ -5,7 +5,7 @@ import torch
 
 from legato.ops.case import EXACT, Case, Tolerance
 from legato.ops.catalog import cases
-from legato.ops.op import implemented, registered
+from legato.ops.op import REFERENCE, implemented, registered
 
 TARGETS = ("sm90",)
 
@@ -33,6 +33,17 @@ def test_implementation_agrees_with_its_reference(case: Case, target: str, unini
 def test_reference_on_a_gpu_agrees_with_the_cpu(case: Case) -> None:
     found = case.outputs(case.op.reference, case.inputs("cuda"))
     assert case.mismatch(found, case.outputs(case.op.reference, case.inputs("cpu"))) is None
+
+
+def _packing() -> list[Case]:
+    return [case for case in cases() if case.on == "any" and case.op.implementations[REFERENCE].pack is not None]
+
+
+@pytest.mark.parametrize("case", _packing(), ids=lambda case: case.name)
+def test_a_reference_reads_what_it_packs(case: Case) -> None:
+    reference = case.op.implementations[REFERENCE]
+    found = case.outputs(reference.run, case.packed(reference, case.inputs()))
+    assert case.mismatch(found, case.outputs(reference.run, case.inputs())) is None
 
 
 def test_every_op_has_a_case_and_names_are_unique() -> None:

@@ -51,7 +51,13 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tupl
     return ids.to(torch.int32), chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
 
 
-@op(pack=pack_columns)
+def _pack_dense(w13: Tensor, w2: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+    """Column blocks; not of a shared expert in FP8, which goes by its blocks of 128."""
+    is_dense = len(shared) == 2
+    return (*pack_columns(w13, w2, *(shared if is_dense else ())), *(() if is_dense else shared))
+
+
+@op(pack=_pack_dense)
 def moe_bf16(
     x: Tensor,
     ids: Tensor,

@@ -36,7 +36,7 @@ def kernel_times(run: Callable[[], object]) -> tuple[KernelTime, ...]:
     Times under the profiler are a little longer than without; their shares are what counts.
     """
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recording:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recording:
         run()
         torch.cuda.synchronize()
     recorded = recording.profiler

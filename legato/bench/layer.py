@@ -192,7 +192,7 @@ def _moments(chain: Callable[[], object], num_layers: int) -> tuple[Moment, ...]
         chain()
     graph.replay()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recording:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recording:
         graph.replay()
         torch.cuda.synchronize()
     recorded = recording.profiler

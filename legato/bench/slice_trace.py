@@ -59,7 +59,7 @@ class Recorded:
 def record(name: str, steady: Steady, iterations: int, attributed: Sequence[Piece], graphs: int = 1) -> Recorded:
     """Records iterations of so many graph launches each with one in flight (none where an iteration is more than one graph: the
     host then waits within it)."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         emitted = sum(tokens or 0 for tokens in turns(steady, iterations, 1 if graphs == 1 else 0))
     assert emitted and profiled.profiler is not None and profiled.profiler.kineto_results is not None
     trace = Trace.of(profiled.profiler.kineto_results.events())
@@ -93,7 +93,7 @@ def attribute(steady: Steady, share: Share) -> list[Piece]:
     torch.cuda.synchronize()
     with (
         noted([share.weights, None if mtp is None else mtp.head], mark.sinc_) as found,
-        profile(activities=[ProfilerActivity.CUDA]) as profiled,
+        profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled,
     ):
         decoder.run(bucket, decoder.draw("greedy"))
         torch.cuda.synchronize()

@@ -103,7 +103,7 @@ def record(config: Config, wanted: Wanted, folder: Path, conditions: str) -> tup
     began = time.perf_counter()
     _turn(engine, timed)
     turn_us = 1e6 * (time.perf_counter() - began) / timed
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
         _turn(engine, wanted.iterations)
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     trace = Trace.of(profiled.profiler.kineto_results.events())

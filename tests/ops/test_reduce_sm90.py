@@ -23,18 +23,43 @@ EPS = 1e-5
 @pytest.mark.parametrize(
     ("ranks", "width", "more"),
     [
-        (8, 6144, {}),
+        (8, 6144, {"num_blocks": 8}),
         (8, 6144, {"two_shot": True}),
         *(
             pytest.param(*made, marks=pytest.mark.full)
-            for made in ((1, 6144, {}), (2, 256, {}), (8, 6144, {"local": True}), (2, 6144, {"two_shot": True}))
+            for made in (
+                *(
+                    (1, 6144, {}),
+                    (2, 256, {}),
+                    (8, 6144, {}),
+                    (8, 6144, {"local": True}),
+                    (2, 6144, {"two_shot": True}),
+                ),
+                *((ranks, 6144, {"num_blocks": 8}) for ranks in range(2, 8)),
+            )
         ),
     ],
 )
-def test_the_sum_compiles_without_spills_and_its_block_fits(ranks: int, width: int, more: dict[str, bool]) -> None:
-    usage = sm90.add_norm_kernel(ranks, width, **more).usage("sm_90a")
+def test_the_sum_compiles_without_spills_and_its_blocks_run_at_once(
+    ranks: int, width: int, more: dict[str, bool]
+) -> None:
+    kernel = sm90.add_norm_kernel(ranks, width, **more)
+    usage, macros = kernel.usage("sm_90a"), kernel.source.defines
     assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0
-    assert usage.registers * sm90.threads(width) <= 65536
+    registers = -(-usage.registers // 8) * 8 * macros["THREADS"]
+    assert 65536 // registers * 132 >= macros["BLOCKS"] * inbox.MOST_ROWS, "as many as the tallest sum has"
+
+
+def test_blocks_share_a_row_where_it_pays_and_the_bits_stay() -> None:
+    assert [sm90.blocks(InboxShape(ranks, 6144), 6) for ranks in (2, 4, 5, 8)] == [8, 8, 8, 8]
+    assert [sm90.blocks(InboxShape(ranks, 6144), 9) for ranks in (2, 4, 5, 8)] == [1, 1, 8, 8]
+    assert [sm90.blocks(InboxShape(8, 6144), rows) for rows in (32, 33)] == [8, 1]
+    assert [sm90.blocks(InboxShape(8, width), 6) for width in (256, 512, 768, 1024, 2048)] == [1, 2, 1, 4, 8]
+    assert sm90.blocks(InboxShape(8, 12288), 6) == 1, "two pieces a thread: another order"
+    assert [sm90.blocks(InboxShape(8, 6144, two_shot_rows=6), rows) for rows in (5, 6)] == [8, 1]
+    for width in (512, 1024, 6144):
+        macros = sm90.sum_kernel(InboxShape(8, width), 6).source.defines
+        assert macros["THREADS"] * macros["BLOCKS"] * macros["VECTORS"] * 8 == width and macros["VECTORS"] == 1
 
 
 def test_the_gather_compiles_without_spills() -> None:
@@ -146,7 +171,7 @@ def marked(function):
 @marked
 @pytest.mark.parametrize("two_shot_rows", [None, 6])
 @pytest.mark.parametrize(
-    ("ranks", "width"), [(2, 6144), (3, 256), (4, 6144), (5, 6144), (6, 256), (7, 6144), (8, 6144), (8, 256)]
+    ("ranks", "width"), [(2, 6144), (3, 256), (4, 6144), (5, 6144), (6, 256), (7, 6144), (8, 6144), (8, 256), (8, 512)]
 )
 def test_ranks_get_the_reference_s_bits_call_after_call(ranks: int, width: int, two_shot_rows: int | None) -> None:
     """Calls of changing heights, in one shot or two: later rows' buffers rest while others turn."""
@@ -194,12 +219,12 @@ def test_gathers_carry_any_bits() -> None:
 
 
 @marked
-@pytest.mark.parametrize("two_shot_rows", [None, 1])
-def test_a_rank_that_does_not_come_is_named_and_nothing_waits_again(two_shot_rows: int | None) -> None:
-    boxes = _inboxes(InboxShape(3, 256, 16, two_shot_rows), patience_seconds=0.05)
-    residual, partials, weight = _draw(6, 256, 3, seed=1)
-    two_shot = two_shot_rows is not None
-    for kernel in (sm90.add_norm_kernel(3, 256, two_shot=two_shot), sm90.all_gather_kernel(3)):
+@pytest.mark.parametrize(("width", "two_shot_rows"), [(256, None), (256, 1), (6144, None)])
+def test_a_rank_that_does_not_come_is_named_and_nothing_waits_again(width: int, two_shot_rows: int | None) -> None:
+    shape = InboxShape(3, width, 16, two_shot_rows)
+    boxes = _inboxes(shape, patience_seconds=0.05)
+    residual, partials, weight = _draw(6, width, 3, seed=1)
+    for kernel in (sm90.sum_kernel(shape, 6), sm90.all_gather_kernel(3)):
         kernel.load()  # compiled before anything is timed
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()

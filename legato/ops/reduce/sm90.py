@@ -28,6 +28,11 @@ _ALL_GATHER = Path(__file__).with_name("sm90_all_gather.cu")
 _PIECE = 8
 _MOST_THREADS = 768
 _GATHER_THREADS = 256
+#: Blocks that share a row of a sum, of those the most that have whole warps each.
+_BLOCKS = (8, 4, 2)
+#: Up to so many ranks: rows of a sum up to which blocks share each of them. Many ranks have too many words for one block; for few
+#: it pays while a sum leaves most multiprocessors idle.
+_SHARED_ROWS = {4: 8, MOST_RANKS: 32}
 
 
 @cache
@@ -42,20 +47,46 @@ def threads(width: int) -> int | None:
 
 
 @cache
-def add_norm_kernel(num_ranks: int, width: int, local: bool = False, two_shot: bool = False) -> Kernel:
+def blocks(shape: InboxShape, rows: int) -> int:
+    """How many blocks share a row of such a sum. Several only where one would hold a piece in each thread: their order of
+    additions is the same."""
+    most_rows = next(_SHARED_ROWS[most] for most in sorted(_SHARED_ROWS) if shape.num_ranks <= most)
+    if shape.is_two_shot(rows) or rows > most_rows or threads(shape.width) != shape.width // _PIECE:
+        return 1
+    return next((count for count in _BLOCKS if shape.width % (32 * _PIECE * count) == 0), 1)
+
+
+@cache
+def add_norm_kernel(
+    num_ranks: int, width: int, local: bool = False, two_shot: bool = False, num_blocks: int = 1
+) -> Kernel:
     """The kernel for rows of `width` (one that `threads` takes) and sums of `num_ranks` (0: the norm only). `local`: what
-    all ranks send is in this GPU's memory already. `two_shot`: each row is added by one rank, which sends it on."""
-    block = threads(width)
+    all ranks send is in this GPU's memory already. `two_shot`: each row is added by one rank, which sends it on. `num_blocks`
+    share a row."""
+    own = width // num_blocks
+    block = threads(own)
     assert block is not None
-    macros = {"RANKS": num_ranks, "THREADS": block, "VECTORS": width // _PIECE // block, "LOCAL": int(local)}
-    return Kernel(Source(_ADD_NORM, macros | {"TWO_SHOT": int(two_shot)}), "add_norm")
+    macros = {"RANKS": num_ranks, "THREADS": block, "VECTORS": own // _PIECE // block, "BLOCKS": num_blocks}
+    return Kernel(Source(_ADD_NORM, macros | {"LOCAL": int(local), "TWO_SHOT": int(two_shot)}), "add_norm")
+
+
+def sum_kernel(shape: InboxShape, rows: int) -> Kernel:
+    """The kernel for sums of so many rows through such inboxes."""
+    two_shot, num_blocks = shape.is_two_shot(rows), blocks(shape, rows)
+    return add_norm_kernel(shape.num_ranks, shape.width, two_shot=two_shot, num_blocks=num_blocks)
+
+
+def _launch(rows: int, width: int, num_blocks: int = 1) -> Launch:
+    """Of so many rows, each of which `num_blocks` share."""
+    cluster = (num_blocks,) if num_blocks > 1 else None
+    return Launch((rows * num_blocks,), (threads(width // num_blocks) or 0,), cluster, programmatic=True)
 
 
 def load_sums(shape: InboxShape) -> None:
-    """Compiles and loads what sums through such inboxes take, of few rows and of many: a warm-up need not meet both."""
+    """Compiles and loads what sums through such inboxes take, of few rows and of many: a warm-up need not meet all."""
     if threads(shape.width) is not None:
-        for rows in (1, shape.rows):
-            add_norm_kernel(shape.num_ranks, shape.width, two_shot=shape.is_two_shot(rows)).load()
+        for kernel in {sum_kernel(shape, rows) for rows in range(1, shape.rows + 1)}:
+            kernel.load()
 
 
 @cache
@@ -79,11 +110,11 @@ def is_served(weight: Tensor, *rows: Tensor) -> bool:
     )
 
 
-def _add_norm(kernel: Kernel, residual: Tensor, weight: Tensor, eps: float, *exchange: Any) -> tuple[Tensor, Tensor]:
-    rows, width = residual.shape
+def _add_norm(
+    kernel: Kernel, how: Launch, residual: Tensor, weight: Tensor, eps: float, *exchange: Any
+) -> tuple[Tensor, Tensor]:
     residual = dense(residual)
     h, normed = torch.empty_like(residual), torch.empty_like(residual)
-    how = Launch((rows,), (threads(width) or 0,), programmatic=True)
     kernel(how, residual, dense(weight), h, normed, eps, *exchange)
     return h, normed
 
@@ -94,8 +125,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm.reference(x, weight, eps)
     x = dense(x)
     normed = torch.empty_like(x)
-    how = Launch((x.shape[0],), (threads(x.shape[1]) or 0,), programmatic=True)
-    add_norm_kernel(0, x.shape[1])(how, x, dense(weight), None, normed, eps, None)
+    add_norm_kernel(0, x.shape[1])(_launch(*x.shape), x, dense(weight), None, normed, eps, None)
     return normed
 
 
@@ -104,7 +134,7 @@ def add_rms_norm_sm90(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
     """Rows of bfloat16 whose width whole warps hold: the kernel. Others: PyTorch."""
     if not is_served(weight, x, delta):
         return add_rms_norm.reference(x, delta, weight, eps)
-    return _add_norm(add_norm_kernel(1, x.shape[1]), x, weight, eps, dense(delta))
+    return _add_norm(add_norm_kernel(1, x.shape[1]), _launch(*x.shape), x, weight, eps, dense(delta))
 
 
 @all_reduce_add_norm.on("sm90")
@@ -116,14 +146,15 @@ def all_reduce_add_norm_sm90(
     if is_served(weight, partial, residual):
         rows, width = residual.shape
         if isinstance(exchange, Inbox) and rows <= exchange.shape.rows and width == exchange.shape.width:
-            shape = exchange.shape
-            kernel = add_norm_kernel(shape.num_ranks, width, two_shot=shape.is_two_shot(rows))
+            how = _launch(rows, width, blocks(exchange.shape, rows))
             own = ctypes.c_uint64(exchange.address)
-            return _add_norm(kernel, residual, weight, eps, dense(partial), own, exchange.rank)
+            kernel = sum_kernel(exchange.shape, rows)
+            return _add_norm(kernel, how, residual, weight, eps, dense(partial), own, exchange.rank)
         parts = exchange.gather(partial)
         if 1 < len(parts) <= MOST_RANKS:
             everyone = [*map(dense, parts), *[None] * (MOST_RANKS - len(parts))]
-            return _add_norm(add_norm_kernel(len(parts), width, local=True), residual, weight, eps, *everyone)
+            kernel = add_norm_kernel(len(parts), width, local=True)
+            return _add_norm(kernel, _launch(rows, width), residual, weight, eps, *everyone)
         exchange = Recorded((), tuple(parts[1:]))
         partial = parts[0]
     return all_reduce_add_norm.reference(partial, residual, weight, eps, exchange)

@@ -1,4 +1,4 @@
-// h = residual + sum of the partial sums of RANKS ranks, normed = rms_norm(h): one launch, one block per row.
+// h = residual + sum of the partial sums of RANKS ranks, normed = rms_norm(h): one launch, one block per row, or a cluster of BLOCKS.
 //
 // Ranks push: each writes its partial sums into the inboxes of all others, then polls its own. There are no flags, fences or
 // round trips: a word of an inbox that has not arrived is EMPTY, a pair of NaNs that no sender ever sends, so that each word
@@ -6,11 +6,15 @@
 //
 // An inbox has three buffers, used in turn; call c takes buffer c % 3 and empties, in the shadow of its own wait, the one of
 // call c - 1, which call c + 2 will use. No peer can write there too early: it enters call c + 2 only with this rank's sums
-// of call c + 1, and those are sent after call c has ended here. The count of calls lives in the inbox, one for each block,
+// of call c + 1, and those are sent after call c has ended here. The count of calls lives in the inbox, one for each row,
 // because a call of few rows leaves the later rows' buffers as they are; all ranks make the same calls, so all count alike.
 //
 // Every rank adds in the order of ranks, in float32, the residual last: all get the same bits. h is rounded before it is
 // normed.
+//
+// Among many ranks one block has too many words to send, to empty and to poll: 21 times a row of 12 KB with eight. So BLOCKS of them
+// share the row, each its own stretch, and meet once, for the norm: every warp's sum of squares goes to every block of the cluster,
+// which adds them as one block would that holds one piece in each thread: the same bits.
 //
 // Every wait ends. A block that has looked for `patience` nanoseconds marks the missing ranks in its inbox, in those of its
 // peers and in host memory; from then on no call waits for anyone, and what it gives is NaN.
@@ -19,8 +23,9 @@
 // can be kept out by a block of the next kernel.
 //
 // Macros: RANKS (1: no exchange; 0: no partial sum either, h = residual and is not written); THREADS of a block; VECTORS:
-// 16-byte pieces of a row that a thread holds; LOCAL: all ranks' partial sums are in this GPU's memory, nothing is exchanged.
-// A row is THREADS * VECTORS * 8 numbers wide.
+// 16-byte pieces of a row that a thread holds; LOCAL: all ranks' partial sums are in this GPU's memory, nothing is exchanged;
+// TWO_SHOT: each row is added by one rank, which sends it on; BLOCKS of a row, more than one with peers and one shot only.
+// A row is BLOCKS * THREADS * VECTORS * 8 numbers wide.
 
 #include "sm90_exchange.cuh"
 #include "../sm90.cuh"
@@ -29,11 +34,15 @@
 #if TWO_SHOT && !EXCHANGE
 #error "two shots need peers"
 #endif
+#if BLOCKS > 1 && (TWO_SHOT || !EXCHANGE)
+#error "several blocks of a row need peers and one shot"
+#endif
 
 constexpr u32 CALLS = 3u << 30;  // the count starts over at a multiple of the buffers
 constexpr int WARPS = THREADS / 32;
 constexpr int STEP = THREADS * 16;  // bytes from a thread's piece to its next
-constexpr int ROW_BYTES = VECTORS * STEP;
+constexpr int BLOCK_BYTES = VECTORS * STEP;
+constexpr int ROW_BYTES = BLOCKS * BLOCK_BYTES;
 static_assert(THREADS % 32 == 0 && THREADS <= 1024, "whole warps");
 
 __device__ __forceinline__ uint4 load_fresh(const void *pointer) {
@@ -89,6 +98,67 @@ __device__ __forceinline__ float sum_row(float v) {
   for (int step = 16; step; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
   return v;
 }
+
+#if BLOCKS > 1
+static_assert(BLOCKS <= 8 && BLOCKS * WARPS <= 32, "a warp holds the sums of all warps of a row");
+
+__device__ __forceinline__ u32 remote(u32 address, u32 block) {
+  u32 v;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(block));
+  return v;
+}
+
+// Where the blocks of a row meet. No block leaves before all have sent it their sums, so none sends to one that has left.
+struct Meeting {
+  u32 block;           // of the row
+  u32 warps, barrier;  // in shared memory: the sums of all warps of the row; when all are there
+
+  __device__ __forceinline__ Meeting() {
+    __shared__ float all_warps[BLOCKS * WARPS];
+    __shared__ u64 all_there;
+    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(block));
+    warps = shared_address(all_warps), barrier = shared_address(&all_there);
+    if (threadIdx.x == 0) {
+      barrier_init(barrier, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      barrier_expect(barrier, sizeof(all_warps));
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+
+  // The sum over all threads of the row, in the order of one block.
+  __device__ __forceinline__ float sum_row(float v) const {
+#pragma unroll
+    for (int step = 16; step; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+    const u32 lane = threadIdx.x % 32, place = warps + (block * WARPS + threadIdx.x / 32) * 4;
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all blocks of the row have begun
+    if (lane < BLOCKS)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote(place, lane)),
+                   "r"(__float_as_uint(v)), "r"(remote(barrier, lane))
+                   : "memory");
+    u32 done;
+    do {
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(barrier)
+          : "memory");
+    } while (!done);
+    v = 0;
+    if (lane < BLOCKS * WARPS) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(warps + lane * 4) : "memory");
+#pragma unroll
+    for (int step = 16; step; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+    return v;
+  }
+};
+#else
+// One block: it has the row for itself.
+struct Meeting {
+  static constexpr u32 block = 0;
+  __device__ __forceinline__ float sum_row(float v) const { return ::sum_row(v); }
+};
+#endif
 
 // h: the sums and the residual, rounded.
 __device__ __forceinline__ uint4 round_piece(float (&sums)[8], uint4 residual) {
@@ -187,11 +257,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
              , Header *own, int rank
 #endif
     ) {
-  const size_t at = size_t(blockIdx.x) * ROW_BYTES + threadIdx.x * 16;
+  const Meeting meeting;
+  const size_t at = size_t(blockIdx.x) * BLOCK_BYTES + threadIdx.x * 16;
+  const u32 row_number = blockIdx.x / BLOCKS;
 
   uint4 gain[VECTORS];
 #pragma unroll
-  for (int v = 0; v < VECTORS; ++v) gain[v] = load_constant(weight + (threadIdx.x * 16 + v * STEP));
+  for (int v = 0; v < VECTORS; ++v) gain[v] = load_constant(weight + (meeting.block * BLOCK_BYTES + threadIdx.x * 16 + v * STEP));
 #if EXCHANGE
   const size_t rows = own->rows;
   u8 *inboxes[RANKS];  // the sums that rank + step receives
@@ -210,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
 #if EXCHANGE
-  const u32 call = load_fresh_word(&own->sums[blockIdx.x]);
+  const u32 call = load_fresh_word(&own->sums[row_number]);
 #if TWO_SHOT
   Patience wait(own, owner == rank ? 1 : 2);
 #else
@@ -287,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < 8; ++i) squares += sums[v][i] * sums[v][i];
   }
-  const float scale = rsqrtf(sum_row(squares) / float(ROW_BYTES / 2) + eps);
+  const float scale = rsqrtf(meeting.sum_row(squares) / float(ROW_BYTES / 2) + eps);
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     const u32 words[4] = {gain[v].x, gain[v].y, gain[v].z, gain[v].w};
@@ -298,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     store(normed + at + v * STEP, make_uint4(out[0], out[1], out[2], out[3]));
   }
 #if EXCHANGE
-  // All threads have read the count: they met in sum_row.
-  if (threadIdx.x == 0) own->sums[blockIdx.x] = call + 1 == CALLS ? 0 : call + 1;
+  // All threads of the row have read the count: they met in sum_row.
+  if (meeting.block == 0 && threadIdx.x == 0) own->sums[row_number] = call + 1 == CALLS ? 0 : call + 1;
 #endif
 }

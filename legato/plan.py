@@ -134,9 +134,9 @@ class Plan:
     `decodes` may name rows that have finished on the device since the host last looked, or that have used up their pages: they
     emit nothing.
     `num_drafts` is K: decoding rows verify up to so many drafts, and so many are made for all that sample.
-    `layers`: the target's layers that the chunks go through, of all that there are. Where they do not begin at 0, the plan before
-    has brought the very same chunks so far; they sample, and their cache is whole, only in the plan with the last layer. `None`:
-    all of them at once.
+    `layers`: the target's layers that the chunks go through. What comes behind the last (the draft layer, the choice of a token)
+    counts as one layer more. Where they do not begin at 0, the plan before has brought the very same chunks so far; they sample,
+    and their cache is whole, only at the end. `None`: all at once.
     `drops`: chunks that the plan before brought a part of the way go no further, and what is held of them may go.
     """
 

@@ -1,4 +1,4 @@
-"""`legato bench slice --prefill`: how long prompts take on one rank's share, and their kernels.
+"""`legato bench slice --prefill`: how long prompts take on one rank's share, their kernels, and what they cost those who decode.
 
 Owns the reading of prompts and what the terminal shows. Called by `legato.cli.share_commands`.
 """
@@ -7,24 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from legato.bench.beside import Beside, BesideFigure, measure_beside
 from legato.bench.prefill import PrefillFigure, Prompt, measure_prefill, prefill_fields
 from legato.bench.record import Setting, append
 from legato.bench.share import Share
-from legato.bench.steady import Work
+from legato.bench.steady import SliceError, Work
 from legato.cli.bench import device_named
 from legato.cli.flags import numbers
 from legato.cli.slice import Asked, Shown, as_an_engine, case_of, kernel_table, routed_share_of
+from legato.cli.tables import table
 from legato.config import MAX_DRAFTS, ConfigError
 
 REPEATS = 3
 """Timed runs of a prompt, after one that is not."""
+CHUNK = 8192
+"""Tokens of a prompt in one iteration where nobody decodes."""
+SLOWDOWN = 2.0
+"""How many times its own time an iteration may take; on a CPU too, where engines cut no prompts by default."""
 
 
-def prompts(text: str, chunk: int) -> list[Prompt]:
+def prompts(text: str, chunk: int | None) -> list[Prompt]:
     """`8K,2K@128K`: 8192 new tokens, and 2048 behind 131,072 cached ones, `chunk` at a time.
 
     Raises:
@@ -38,10 +45,18 @@ def prompts(text: str, chunk: int) -> list[Prompt]:
             raise ConfigError(
                 f"--prefill must be prompts such as 8K or 2K@128K (new tokens, cached ones), got {text!r}"
             )
-        found.append(Prompt(sizes[0], sizes[1] if len(sizes) == 2 else 0, chunk, REPEATS))
-    if chunk < 1:
+        found.append(Prompt(sizes[0], sizes[1] if len(sizes) == 2 else 0, CHUNK if chunk is None else chunk, REPEATS))
+    if chunk is not None and chunk < 1:
         raise ConfigError(f"--chunk must be at least 1, got {chunk}")
     return found
+
+
+def prompt_beside(text: str, chunk: int | None, slowdown: float | None) -> Beside:
+    """`80K`: one prompt, nothing of it cached. Raises ConfigError for anything else."""
+    found = prompts(text, chunk)
+    if len(found) != 1 or found[0].cached:
+        raise ConfigError(f"--beside: give one prompt without cached tokens as --prefill, got {text!r}")
+    return Beside(found[0].new, chunk, SLOWDOWN if slowdown is None else slowdown)
 
 
 def bench_prefill(asked: Asked, listed: Sequence[Prompt], work: Work, shown: Shown) -> list[dict[str, Any]]:
@@ -67,6 +82,55 @@ def bench_prefill(asked: Asked, listed: Sequence[Prompt], work: Work, shown: Sho
             append(shown.path, [line], setting)
         lines.append({**line, **asdict(setting)})
     return lines
+
+
+def bench_beside(asked: Asked, beside: Beside, work: Work, path: Path | None) -> dict[str, Any]:
+    """Measures, prints and records a prompt beside requests that decode.
+
+    Raises:
+        ConfigError, SpecError, CheckpointError: for what cannot be measured.
+    """
+    console, device = Console(), device_named(asked.device)
+    asked = as_an_engine(asked, device)
+    share = routed_share_of(asked, work, device)
+    try:
+        figure = measure_beside(share, beside, work, device)
+    except SliceError as error:
+        raise ConfigError(str(error)) from error
+    setting = Setting.here(device)
+    line = figure.fields(share, beside, work, case_of(asked))
+    _print_beside(console, share, work, figure, line, setting)
+    if path is not None:
+        append(path, [line], setting)
+    return {**line, **asdict(setting)}
+
+
+def _print_beside(
+    console: Console, share: Share, work: Work, figure: BesideFigure, line: dict[str, Any], setting: Setting
+) -> None:
+    spec, mesh = share.spec, share.communicator.mesh
+    requests = "1 request" if work.batch == 1 else f"{work.batch} requests"
+    times = ", ".join(f"{name} {line[f'times_{name}']:.2f}" for name in ("median", "p90", "p99", "most"))
+    lines = [
+        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}: {line['new_tokens']:,} tokens in chunks of "
+        f"{line['chunk_tokens']:,} beside {requests} of {work.context:,} tokens, K = {work.num_drafts}; exchanges between ranks "
+        "are not in it",
+        f"iteration alone {1e3 * figure.alone:.3f} ms; beside the prompt, times that: {times} ({line['iterations']} iterations, "
+        f"{line['iterations_over']} over {line['slowdown']:g})",
+        f"the prompt's first token after {figure.first_token:.2f} s",
+    ]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    shown = table(("layers", "tokens before"), ("times alone", "ms", "ms expected", "ms of host time"))
+    for turn in figure.worst:
+        told = turn.fields
+        layers = "all" if told["layers"] is None else "{} to {}".format(*told["layers"])
+        expected = "-" if turn.expected is None else f"{1e3 * turn.expected:.2f}"
+        shown.add_row(
+            layers, f"{told['tokens_before']:,}", f"{turn.seconds / figure.alone:.2f}", f"{1e3 * turn.seconds:.2f}", expected,
+            f"{1e3 * turn.host:.2f}",
+        )  # fmt: skip
+    console.print(shown)
+    console.print(setting.machine, highlight=False, soft_wrap=True)
 
 
 def _print(

@@ -102,7 +102,21 @@ def bench_slice(
             show_default=False,
         ),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="With --prefill: tokens of a prompt in one iteration.")] = 8192,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            help="With --prefill: tokens of a prompt in one iteration; by default 8192, beside others what an engine takes.",
+            show_default=False,
+        ),
+    ] = None,
+    beside: Annotated[
+        int,
+        typer.Option(
+            help="With --prefill: let an engine run one prompt while so many requests of --context tokens decode, and time "
+            "their iterations."
+        ),
+    ] = 0,
+    slowdown: options.Slowdown = None,
     draft_weights: options.DraftWeights = "stored",
     dense_format: options.DenseFormat = "stored",
     latent: options.Latent = "auto",
@@ -121,13 +135,15 @@ def bench_slice(
     pictures = pictures_for(plot)
     from legato.bench.steady import Work
     from legato.cli.flags import numbers, overrides
-    from legato.cli.prefill import bench_prefill, prompts
+    from legato.cli.prefill import bench_beside, bench_prefill, prompt_beside, prompts
     from legato.cli.slice import Asked, Shown, works
     from legato.cli.slice import bench_slice as run
 
     asked = Asked(model, dims, tp, rank, layers, dummy, format, draft_weights, dense_format, device, accept_length)
     one = Work(1, 1, 0, iterations, None, latent, overrides(op or []))
     experts = numbers("--distinct-experts", distinct_experts) if distinct_experts is not None else [None]
+    if beside and prefill is None:
+        raise ConfigError("--beside needs a prompt: --prefill 80K")
     if prefill is not None:
         drafts = numbers("--num-drafts", k)
         if len(drafts) != 1 or len(experts) != 1:
@@ -135,7 +151,12 @@ def bench_slice(
         if trace is not None or plot is not None:
             raise ConfigError("--prefill has no --trace and no --plot: leave them away")
         work = replace(one, num_drafts=drafts[0], distinct_experts=experts[0])
-        bench_prefill(asked, prompts(prefill, chunk), work, Shown(kernels, json, None, 0))
+        if beside:
+            (held,) = numbers("--context", context)
+            work = replace(work, batch=beside, context=held)
+            bench_beside(asked, prompt_beside(prefill, chunk, slowdown), work, json)
+        else:
+            bench_prefill(asked, prompts(prefill, chunk), work, Shown(kernels, json, None, 0))
         return
     listed = works(numbers("--context", context), numbers("--batch", batch), experts, numbers("--num-drafts", k), one)
     found = run(asked, [*listed], Shown(kernels, json, trace, trace_iterations))

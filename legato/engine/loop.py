@@ -185,6 +185,7 @@ class Engine:
         stats, decodes = self._stats, set(plan.decodes)
         accepted, drafts = list(stats.accepted_at), self._scheduler.limits.num_drafts
         emitted, drafted = sum(len(progress.tokens) for progress in gained), 0
+        ran = plan.extends if self._scheduler.is_whole(plan) else ()
         pure = bool(decodes) and not plan.extends
         for emission in outcome.emissions:
             if emission.row in decodes and emission.tokens:
@@ -196,7 +197,7 @@ class Engine:
         self._stats = replace(
             stats,
             iterations=stats.iterations + 1,
-            prompt_tokens=stats.prompt_tokens + sum(len(extend.tokens) for extend in plan.extends),
+            prompt_tokens=stats.prompt_tokens + sum(len(extend.tokens) for extend in ran),
             emitted_tokens=stats.emitted_tokens + emitted,
             decoded_tokens=stats.decoded_tokens + (emitted if pure else 0),
             decode_seconds=stats.decode_seconds + (time.perf_counter() - started if pure else 0.0),

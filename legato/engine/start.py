@@ -185,7 +185,7 @@ def build_engine(
     progress: Progress = no_progress,
 ) -> Engine:
     """Scheduler and warm runner around loaded weights; the communicator is that of the weights' mesh."""
-    return engine_around(build_runner(spec, weights, settings, communicator, progress), settings, spec.num_layers)
+    return engine_around(build_runner(spec, weights, settings, communicator, progress), settings, spec)
 
 
 def build_runner(
@@ -197,9 +197,15 @@ def build_runner(
     return runner
 
 
-def engine_around(launcher: Launcher, settings: Resolved, num_layers: int) -> Engine:
-    """An engine that plans within the settings' limits and launches through `launcher`, for a target of `num_layers` layers."""
-    limits = Limits(
+def engine_around(launcher: Launcher, settings: Resolved, spec: ModelSpec) -> Engine:
+    """An engine that plans within the settings' limits and launches through `launcher`."""
+    check = SelfCheck(settings.verify_speculation if settings.num_drafts else 0.0)
+    return Engine(Scheduler(limits_of(settings, spec)), launcher, settings.overlap, check)
+
+
+def limits_of(settings: Resolved, spec: ModelSpec) -> Limits:
+    """What the machine offers, by the settings."""
+    return Limits(
         max_running=settings.max_running,
         chunk_tokens=settings.chunk_tokens,
         context=settings.context,
@@ -210,8 +216,6 @@ def engine_around(launcher: Launcher, settings: Resolved, num_layers: int) -> En
         max_waiting=settings.max_waiting,
         host_pages=settings.host_pages,
         depths=settings.depths,
-        num_layers=num_layers,
+        layers=spec.layer_kinds,
         slowdown=settings.slowdown,
     )
-    check = SelfCheck(settings.verify_speculation if settings.num_drafts else 0.0)
-    return Engine(Scheduler(limits), launcher, settings.overlap, check)

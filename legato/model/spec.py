@@ -93,6 +93,12 @@ class ModelSpec:
         return self.indexer_kinds.count("full")
 
     @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Of every decoder layer "dense" or "sparse", and its kind of indexer: those of one kind do the same work."""
+        mlps = ("dense" if self.is_dense(layer) else "sparse" for layer in range(self.num_layers))
+        return tuple(f"{mlp}, {indexer}" for mlp, indexer in zip(mlps, self.indexer_kinds, strict=True))
+
+    @property
     def attention_scale(self) -> float:
         """Softmax scale, (N + R)^-1/2 in the absorbed form too."""
         return self.qk_dim**-0.5

@@ -195,7 +195,8 @@ class Runner:
 
     def _extend(self, plan: Plan) -> Flight:
         """The plan's prompts alone, through as many layers as it says. Raises RuntimeError if they are not where it says."""
-        layers = range(self.spec.num_layers) if plan.layers is None else plan.layers
+        end = self.spec.num_layers + 1
+        layers = range(end) if plan.layers is None else plan.layers
         only = replace(plan, decodes=())
         if layers.start == 0:
             batch = build_batch(only, self.rows, self.spec).within(self.settings.score_bytes)
@@ -205,7 +206,7 @@ class Runner:
         else:
             raise RuntimeError(f"plan {plan.epoch} goes on at layer {layers.start} with chunks that are not there")
         self._pass = None
-        if layers.stop == self.spec.num_layers:
+        if layers.stop == end:
             return self._land(only, held.batch, held.midway)
         midway = self.iteration.target.through(held.midway, held.batch.step, self.iteration.caches, layers.stop)
         self._pass = replace(held, midway=midway)

@@ -25,8 +25,9 @@ class Limits:
         max_waiting: most requests that wait, not counting those that can run at once; `None`: any number.
         host_pages: pages of host memory for what the prefix cache evicts.
         depths: numbers of drafts between which iterations choose, ascending, the last of them K; none named: K alone.
-        num_layers, slowdown: of the target, and how many times its own time an iteration may take that carries a part of a
-            prompt; 0: prompts run whole chunks, in the same rows as everyone else.
+        layers: the kind of each of the target's layers; those of one kind take about the same time.
+        slowdown: how many times its own time an iteration may take that carries a part of a prompt; 0: prompts run whole chunks,
+            in the same rows as everyone else.
     """
 
     max_running: int
@@ -39,7 +40,7 @@ class Limits:
     max_waiting: int | None = None
     host_pages: int = 0
     depths: tuple[int, ...] = ()
-    num_layers: int = 1
+    layers: tuple[str, ...] = ("",)
     slowdown: float = 0.0
 
     def max_length(self, request: Request) -> int:

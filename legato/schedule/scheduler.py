@@ -46,7 +46,7 @@ class Scheduler:
         self._epoch = self._arrivals = 0
         self._refused: tuple[Sequence, int] | None = None
         self._depths = Depths(limits.depths or (limits.num_drafts,))
-        self._pace = Pace(limits.num_layers, limits.slowdown)
+        self.pace = Pace(limits.layers, limits.slowdown)
         self._pass: _Pass | None = None
         self._drops = False
 
@@ -114,7 +114,12 @@ class Scheduler:
         decodes = tuple(sequence.row for sequence in ranked if self._can_decode(sequence))
         num_drafts = self._num_drafts(decodes)
         admits: list[Admit] = []
-        extends = self._pass.extends if self._pass else self._chunks(ranked, admits, len(decodes), now)
+        if self._pass is not None:
+            extends = self._pass.extends
+        elif self.pace.goes_alone(len(decodes), num_drafts):
+            extends = ()
+        else:
+            extends = self._chunks(ranked, admits, len(decodes), now)
         layers = self._layers(extends, len(decodes), num_drafts)
         moves = self.pages.take_moves() if extends or decodes else ()
         drops, self._drops = self._drops, False
@@ -143,7 +148,7 @@ class Scheduler:
         """Rows of prompts in one plan: a whole chunk where they run between the iterations of others. In the same rows they get
         what running requests leave, and never less than a quarter: no one starves."""
         limits = self.limits
-        if self._pace.cuts:
+        if self.pace.cuts:
             return limits.chunk_tokens
         rows = limits.chunk_tokens - num_decoding * (limits.num_drafts + 1)
         return max(rows, limits.chunk_tokens // 4, 1)
@@ -157,17 +162,17 @@ class Scheduler:
 
     def _layers(self, extends: tuple[Extend, ...], num_decoding: int, num_drafts: int) -> range | None:
         """Through which layers the chunks go in this plan; `None`: all of them."""
-        if not extends or not self._pace.cuts:
+        if not extends or not self.pace.cuts:
             return None
-        start, stop = self._pass.stop if self._pass else 0, self.limits.num_layers
+        start, stop = self._pass.stop if self._pass else 0, self.pace.end
         if num_decoding:
             num_rows = sum(len(extend.tokens) for extend in extends)
-            stop = self._pace.stop(start, num_rows, num_decoding, num_drafts)
-        return None if (start, stop) == (0, self.limits.num_layers) else range(start, stop)
+            stop = self.pace.stop(start, num_rows, num_decoding, num_drafts)
+        return None if (start, stop) == (0, self.pace.end) else range(start, stop)
 
-    def _is_whole(self, plan: Plan) -> bool:
-        """Whether the plan's chunks, if it has any, come to the end of the layers with it."""
-        return plan.layers is None or plan.layers.stop == self.limits.num_layers
+    def is_whole(self, plan: Plan) -> bool:
+        """Whether the plan's chunks, if it has any, come to the end with it."""
+        return plan.layers is None or plan.layers.stop == self.pace.end
 
     def settle(self, outcome: Outcome, seconds: float | None = None) -> list[Progress]:
         """Takes in what an iteration brought, and frees what only it could still touch.
@@ -181,7 +186,7 @@ class Scheduler:
         for row in plan.decodes:
             if (sequence := self._running.get(row)) is not None:
                 sequence.in_flight -= 1
-        ran = plan.extends if self._is_whole(plan) else ()
+        ran = plan.extends if self.is_whole(plan) else ()
         for extend in ran:
             if (sequence := self._running.get(extend.row)) is not None:
                 sequence.committed = extend.start + len(extend.tokens)
@@ -324,7 +329,7 @@ class Scheduler:
             self._running[row].in_flight += 1
         for row in (*plan.decodes, *(extend.row for extend in plan.extends)):
             self._running[row].last_epoch = plan.epoch
-        is_whole = self._is_whole(plan)
+        is_whole = self.is_whole(plan)
         for extend in plan.extends if is_whole else ():
             if extend.next_token is None:
                 self._running[extend.row].state = "decoding"
@@ -336,7 +341,7 @@ class Scheduler:
         if not plan.decodes:
             return
         if seconds is not None:
-            self._pace.observe(plan, seconds)
+            self.pace.observe(plan, seconds)
         free = {row for row in plan.decodes if row in self._running and self._running[row].request.num_drafts is None}
         accepted = [emission.accepted for emission in outcome.emissions if emission.row in free and emission.tokens]
         alone = seconds if not plan.extends else None

@@ -59,7 +59,9 @@ def test_prompts_are_cut_by_layers_and_change_nothing(shipped, batch, plain):
     cut = [plan for plan in plans if plan.layers is not None]
     assert all(plan.extends for plan in cut)
     assert any(plan.decodes and plan.layers.start for plan in cut), "they run between iterations"
-    assert {plan.layers.stop for plan in cut} > {shipped.spec.num_layers}
+    assert {plan.layers.stop for plan in cut} > {shipped.spec.num_layers + 1}
+    prompt_tokens = sum(len(request.prompt) for request in batch)
+    assert engine.stats.prompt_tokens == prompt_tokens - engine.stats.hit_tokens, "counted once"
 
 
 @pytest.mark.full
@@ -74,7 +76,7 @@ def test_a_prompt_that_is_dropped_half_way_leaves_nothing(shipped, batch, plain)
         if len(said) > 2 and gone is not None:
             engine.submit(gone)
             gone = None
-        if plans[-1].layers is not None and plans[-1].layers.stop < shipped.spec.num_layers:
+        if plans[-1].layers is not None and plans[-1].layers.stop <= shipped.spec.num_layers:
             engine.abort("gone")
     assert said == plain[0] and any(plan.drops for plan in plans)
     assert engine.runner._pass is None, "nothing is held of it"

@@ -80,10 +80,10 @@ class Device:
         return Outcome(plan.epoch, tuple(emissions))
 
     def _is_through(self, plan: Plan) -> bool:
-        """Whether the plan's chunks have come to the end of the layers: only then may anyone read what they wrote."""
-        last = self.limits.num_layers
-        layers = range(last) if plan.layers is None else plan.layers
-        assert 0 <= layers.start < layers.stop <= last
+        """Whether the plan's chunks have come to the end, behind all layers: only then may anyone read what they wrote."""
+        end = len(self.limits.layers) + 1
+        layers = range(end) if plan.layers is None else plan.layers
+        assert 0 <= layers.start < layers.stop <= end
         assert not plan.extends or layers.start == 0 or self.held == (plan.extends, layers.start), (
             "a pass that is not here"
         )
@@ -92,8 +92,8 @@ class Device:
             row.length = row.length or extend.start
             assert stop <= self.capacity(row), "a prompt reaches past its pages"
             self.memory.update((self._slot(row, position), None) for position in range(extend.start, stop))
-        self.held = (plan.extends, layers.stop) if plan.extends and layers.stop < last else ((), 0)
-        return layers.stop == last
+        self.held = (plan.extends, layers.stop) if plan.extends and layers.stop < end else ((), 0)
+        return layers.stop == end
 
     def _move(self, move: Move) -> None:
         """Carries a page out or in. What it leaves behind is gone: nobody may read it there."""

@@ -42,8 +42,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, page: int, room: float, cache: bool, queue: int, host: float, slowdown: float, depths: tuple[int, ...]
     ) -> None:
         num_pages, host_pages = int(CONTEXT * room) // page + 1, int(CONTEXT * host) // page
+        layers = ("a", "b", "b", "a", "b")
         self.limits = Limits(
-            3, 12, CONTEXT, K, num_pages, page, cache, queue, host_pages, depths, num_layers=5, slowdown=slowdown
+            3, 12, CONTEXT, K, num_pages, page, cache, queue, host_pages, depths, layers=layers, slowdown=slowdown
         )
         self.scheduler, self.device = Scheduler(self.limits), Device(self.limits)
         self.flight: Outcome | None = None

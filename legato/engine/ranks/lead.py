@@ -74,7 +74,7 @@ def start(config: Config, checkpoint: Checkpoint, progress: Progress = no_progre
         raise explained from error
     ranks.watch.patience_s = config.execution.rank_patience
     loaded = joined.loaded
-    engine = engine_around(LeadRunner(joined, ranks), loaded.settings, loaded.spec.num_layers)
+    engine = engine_around(LeadRunner(joined, ranks), loaded.settings, loaded.spec)
     return Started(engine, loaded.spec, loaded.settings, checkpoint, ranks.watch)
 
 

@@ -1,0 +1,214 @@
+"""What a long prompt does to the requests that decode meanwhile, on one rank's share: an engine as `legato serve` runs it.
+
+Owns the requests and the figures of their iterations. Scheduler, loop and runner are the engine's own; exchanges loop back.
+Called by `legato bench slice --prefill --beside`.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from legato.bench.share import Share
+from legato.bench.steady import SliceError, Work
+from legato.config import PAGE_SIZE, CacheConfig, Config, ExecutionConfig, Resolved, ScheduleConfig, resolve
+from legato.engine.loop import Engine, Launched
+from legato.engine.start import build_runner, limits_of
+from legato.model.checkpoint import no_progress
+from legato.plan import Outcome, Plan
+from legato.runtime.runner import Runner
+from legato.schedule import Request, Scheduler
+from legato.types import SamplingParams
+
+ALONE = 100
+"""Iterations without a prompt, of which the median is what one takes alone; as many go before."""
+ROOM = 1 << 15
+"""Tokens that a request may decode meanwhile."""
+WORST = 5
+"""Iterations that are told one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A prompt of `new` tokens, at most `chunk` in a pass (`None`: as an engine here), during which iterations take `slowdown`
+    times as long at most."""
+
+    new: int
+    chunk: int | None
+    slowdown: float
+
+
+@dataclass(slots=True)
+class Turn:
+    """One iteration: what was planned, the seconds that the scheduler expected of it, those that the host launched it for, and
+    those from the end of the one before it to its own, by the device's clock where there is one."""
+
+    plan: Plan
+    expected: float | None
+    host: float
+    seconds: float = 0.0
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Where it was, and what was expected of it."""
+        layers = self.plan.layers
+        return {
+            "layers": None if layers is None else [layers.start, layers.stop],
+            "tokens_before": self.plan.extends[0].start,
+            "expected_us": None if self.expected is None else 1e6 * self.expected,
+            "us": 1e6 * self.seconds,
+            "host_us": 1e6 * self.host,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFigure:
+    """Seconds. `alone`: of an iteration, median; `turns`: those that carried a part of the prompt; `first_token`: of the prompt,
+    from its arrival."""
+
+    alone: float
+    turns: tuple[Turn, ...]
+    first_token: float
+
+    def times(self, share: float) -> float:
+        """What so large a share of the iterations keep to, in times `alone`."""
+        ordered = sorted(turn.seconds for turn in self.turns)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] / self.alone
+
+    @property
+    def worst(self) -> list[Turn]:
+        """Those that took longest."""
+        return sorted(self.turns, key=lambda turn: -turn.seconds)[:WORST]
+
+    def fields(self, share: Share, beside: Beside, work: Work, case: Mapping[str, Any]) -> dict[str, Any]:
+        """As one line of a record, without the setting. `case`: what else tells figures apart."""
+        mesh = share.communicator.mesh
+        return {
+            "bench": "beside",
+            "name": share.spec.name,
+            "implementation": "engine",
+            "case": {"tp": mesh.size, "rank": mesh.rank, "layers": share.spec.num_layers, **case},
+            **work.fields,
+            "new_tokens": beside.new,
+            "chunk_tokens": max(len(extend.tokens) for turn in self.turns for extend in turn.plan.extends),
+            "slowdown": beside.slowdown,
+            "alone_us": 1e6 * self.alone,
+            "times_median": self.times(0.5),
+            "times_p90": self.times(0.9),
+            "times_p99": self.times(0.99),
+            "times_most": self.times(1),
+            "iterations": len(self.turns),
+            "iterations_over": sum(turn.seconds > beside.slowdown * self.alone > 0 for turn in self.turns),
+            "first_token_s": self.first_token,
+            "worst": [turn.fields for turn in self.worst],
+            "correct": None,  # one rank's share: what the tokens are is the tests' business
+        }
+
+
+def measure_beside(share: Share, beside: Beside, work: Work, device: torch.device) -> BesideFigure:
+    """Lets the requests of `work` decode, and a prompt arrive.
+
+    Raises:
+        ConfigError: the engine refuses a setting, or the caches do not fit.
+        SliceError: a request came to an end while it was timed.
+    """
+    settings = _settings(share, beside, work, device)
+    runner = build_runner(share.spec, share.weights, settings, share.communicator, no_progress)
+    scheduler = Scheduler(limits_of(settings, share.spec))
+    watched = _Watched(runner, scheduler)
+    engine = Engine(scheduler, watched, settings.overlap)
+    told: set[str] = set()
+    prompt = _request("prompt", beside.new, share)
+    others = [_request(f"beside{index}", work.context, share) for index in range(work.batch)]
+    gc.collect()
+    gc.freeze()  # as a process that serves
+    try:
+        for request in others:
+            engine.submit(request)
+        _until(lambda: len(told) == work.batch, engine, told)
+        watched.turns.clear()
+        _until(lambda: len(watched.turns) >= 2 * ALONE, engine, told)
+        alone = statistics.median(turn.seconds for turn in watched.turns[ALONE:])
+        began = time.perf_counter()
+        engine.submit(prompt)
+        _until(lambda: prompt.id in told, engine, told)
+        first_token = time.perf_counter() - began
+    finally:
+        gc.unfreeze()
+    turns = tuple(turn for turn in watched.turns if turn.plan.extends)
+    return BesideFigure(alone, turns, first_token)
+
+
+def _settings(share: Share, beside: Beside, work: Work, device: torch.device) -> Resolved:
+    """Of an engine with room for all of them."""
+    context = max(beside.new, work.context) + ROOM
+    tokens = beside.new + work.batch * (work.context + ROOM) + PAGE_SIZE * (work.batch + 2)
+    config = Config(
+        num_drafts=work.num_drafts,
+        cache=CacheConfig(tokens=max(tokens, context + PAGE_SIZE), latent=work.latent),  # type: ignore[arg-type]
+        schedule=ScheduleConfig(work.batch + 1, beside.chunk, context, slowdown=beside.slowdown),
+        execution=ExecutionConfig(device=str(device), ops=work.ops),
+    )
+    return resolve(
+        config,
+        max_position=max(share.spec.max_position, context),
+        has_mtp=share.spec.has_mtp,
+        cuda_available=torch.cuda.is_available(),
+    )
+
+
+def _request(name: str, num_tokens: int, share: Share) -> Request:
+    """Greedy, of random tokens, without an end."""
+    drawn = random.Random(name)
+    prompt = tuple(drawn.randrange(share.spec.vocab_size) for _ in range(num_tokens))
+    return Request(name, prompt, SamplingParams(temperature=0.0), (), 0)
+
+
+def _until(is_done: Callable[[], bool], engine: Engine, told: set[str]) -> None:
+    """Turns until it is so; `told` gains who has told a token. Raises SliceError if a request ends meanwhile."""
+    while not is_done():
+        for progress in engine.turn():
+            if progress.finish_reason is not None:
+                raise SliceError(f"{progress.request_id} came to an end while it was timed: {progress.finish_reason}")
+            if progress.tokens:
+                told.add(progress.request_id)
+
+
+class _Watched:
+    """A runner whose iterations are noted as they come back."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self._runner, self._scheduler = runner, scheduler
+        self.grammars, self.turns, self.landed_at = runner.grammars, list[Turn](), 0.0
+
+    def check(self, params: SamplingParams) -> None:
+        self._runner.check(params)
+
+    def launch(self, plan: Plan) -> Launched:
+        expected, began = self._scheduler.pace.expected(plan), time.perf_counter()
+        flight = self._runner.launch(plan)
+        return _Noted(plan, flight, Turn(plan, expected, time.perf_counter() - began), self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A flight whose turn is noted when it lands."""
+
+    plan: Plan
+    flight: Launched
+    turn: Turn
+    watched: _Watched
+
+    def outcome(self) -> Outcome:
+        outcome, before = self.flight.outcome(), self.watched.landed_at
+        self.watched.landed_at = time.perf_counter()
+        self.turn.seconds = self.watched.landed_at - before if outcome.seconds is None else outcome.seconds
+        self.watched.turns.append(self.turn)
+        return outcome

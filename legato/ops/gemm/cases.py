@@ -166,6 +166,19 @@ _RANK_SHAPES = (
     (6144, 3072),
     (38720, 6144),
 )
+#: What batches of requests of several rows multiply with: a rank of 8, and full width.
+_MANY_SHAPES = (
+    (2784, 6144),
+    (2048, 2048),
+    (6144, 2048),
+    (512, 6144),
+    (6144, 256),
+    (2624, 6144),
+    (3072, 6144),
+    (4096, 2048),
+    (6144, 1536),
+    (19360, 6144),
+)
 _NORMED = (linear_bf16_normed, linear_fp8_block_normed)
 _FORMATS = (linear_bf16, linear_fp8_block, linear_nvfp4, linear_int4)
 CASES = (
@@ -187,9 +200,21 @@ CASES = (
         for shape in ((512, 256), (512, 6144), (3072, 6144), (4096, 6144), (24576, 6144))
         for rows in (1, 6, 16)
     ),
+    *(_swiglu_case(rows, (512, 384), torch.bfloat16, "any") for rows in (40, 100)),
+    *(
+        _swiglu_case(rows, shape, torch.bfloat16, "gpu")
+        for shape in ((512, 6144), (3072, 6144))
+        for rows in (36, 64, 96)
+    ),
     *(_weight_case(linear, rows, (576, 256), torch.float32, "any") for linear in _FORMATS for rows in (1, 37)),
     *(_added(_weight_case(linear, 6, (576, 256), torch.float32, "any")) for linear in _FORMATS),
     *(_added(_weight_case(linear, 6, (512, 384), torch.bfloat16, "any")) for linear in _FORMATS),
+    # More rows, of a weight whose last outputs are no whole block.
+    *(
+        _added(_weight_case(linear, rows, (592, 640), torch.bfloat16, "any"))
+        for linear in (linear_bf16, linear_fp8_block)
+        for rows in (33, 64, 100)
+    ),
     # Widths that no block divides: 320 = two and a half blocks of the FP8 scale, 72 columns of output.
     _weight_case(linear_bf16, 9, (72, 48), torch.float32, "any"),
     _weight_case(linear_fp8_block, 9, (72, 320), torch.float32, "any"),
@@ -202,6 +227,17 @@ CASES = (
         for shape in ((2784, 6144), (2048, 2048), (6144, 2048), (512, 6144), (6144, 256))
         for rows in (2, 4, 8, 12, 24, 32, 48, 64, 96)
     ),
+    *(
+        _weight_case(linear_bf16, rows, shape, torch.bfloat16, "gpu")
+        for shape in _MANY_SHAPES
+        for rows in (33, 36, 40, 48, 64, 65, 96, 100, 128)
+        if rows not in (48, 64, 96) or shape in ((2624, 6144), (3072, 6144), (4096, 2048), (6144, 1536), (19360, 6144))
+    ),
+    *(
+        _weight_case(linear_fp8_block, rows, shape, torch.bfloat16, "gpu")
+        for shape in _MANY_SHAPES
+        for rows in (33, 36, 40, 48, 64, 65, 96, 100, 128)
+    ),
     # What is added to the residual stream.
     *(
         _added(_weight_case(linear, rows, shape, torch.bfloat16, "gpu"))
@@ -209,7 +245,11 @@ CASES = (
         for shape in ((6144, 2048), (6144, 256), (6144, 1536), (6144, 12288))
         for rows in (6, 16)
     ),
-    _added(_weight_case(linear_bf16, 96, (6144, 2048), torch.bfloat16, "gpu")),
+    *(
+        _added(_weight_case(linear, rows, (6144, 2048), torch.bfloat16, "gpu"))
+        for linear in (linear_bf16, linear_fp8_block)
+        for rows in (36, 64, 96)
+    ),
     *(
         _weight_case(linear_fp8_block, rows, shape, torch.bfloat16, "gpu")
         for shape in (

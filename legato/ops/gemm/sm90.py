@@ -1,9 +1,9 @@
 # pyright: basic
 """Products of a few rows with a weight on Hopper, at the speed of memory: `sm90_linear.cu`, in bfloat16 and in FP8.
 
-Owns the launch and who multiplies: the kernel, the library, the reference. Must not know layers; how shapes are cut is in
-`sm90_tiling.py`, the order of weights in `sm90_packing.py`. Imported by `bind` only. A row's bits depend on nothing but that row,
-for as many rows as the kernel takes. Nothing here reads a value on the host.
+Owns the launch and who multiplies: the kernel, that for more rows (`sm90_many.py`), the library, the reference. Must not know
+layers; how shapes are cut is in `sm90_tiling.py`, the order of weights in `sm90_packing.py`. Imported by `bind` only. A row's
+bits depend on nothing but that row, for as many rows as a kernel takes. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from legato.ops.gemm import (
     linear_fp8_block_normed,
     linear_swiglu,
     sm90_heads,
+    sm90_many,
 )
 from legato.ops.gemm.library import by_library
 from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, restore, restore_swiglu, separated
@@ -168,6 +169,21 @@ def _few_normed(x: Tensor, norm: Tensor, weight: Tensor | Kept, bits: int) -> tu
     return few if few is not None and norms(few[0]) else None
 
 
+def _many(
+    x: Tensor, weight: Tensor | Kept, residual: Tensor | None = None, scale_inv: Tensor | None = None
+) -> Tensor | None:
+    """The product by the kernel for more rows, which reads the weight as it is stored; None where it does not serve."""
+    stored, bits = weight.stored if isinstance(weight, Kept) else weight, 16 if scale_inv is None else 8
+    dtype = torch.bfloat16 if bits == 16 else torch.float8_e4m3fn
+    if stored.dim() != 2 or stored.dtype is not dtype or not _is_bf16(x, residual):
+        return None
+    outputs, inputs = stored.shape
+    if not sm90_many.serves(x.shape[0], outputs, inputs, bits):
+        return None
+    scales = None if scale_inv is None else scale_inv.to(torch.float32)
+    return sm90_many.multiply(x, stored, residual, scales)
+
+
 def _as_stored(weight: Tensor | Kept, back: Callable[[Tensor], Tensor]) -> Tensor:
     """The weight as it is stored, brought `back` where the kernel's order is all there is of it."""
     if isinstance(weight, Kept):
@@ -196,8 +212,10 @@ def pack_bf16(weight: Tensor) -> Tensor | Kept:
 
 
 def run_bf16(x: Tensor, weight: Tensor | Kept, residual: Tensor | None = None) -> Tensor:
-    """As many rows of bfloat16 as it is faster for: the kernel. More, and weights that `pack` left unchanged: cuBLAS. Other
+    """As many rows of bfloat16 as they are faster for: the kernels. More, and weights that `pack` left unchanged: cuBLAS. Other
     types: the reference in float32."""
+    if (made := _many(x, weight, residual)) is not None:
+        return made
     if _is_bf16(x, residual) and (few := _few(x, weight, 16)) is not None:
         return multiply(Packed(*few), x, residual)
     stored = _as_stored(weight, _bf16_as_stored)
@@ -245,8 +263,11 @@ def pack_fp8(weight: Tensor, scale_inv: Tensor) -> tuple[Tensor | Kept, Tensor]:
 
 
 def run_fp8(x: Tensor, weight: Tensor | Kept, scale_inv: Tensor, residual: Tensor | None = None) -> Tensor:
-    """As many rows of bfloat16 as it is faster for: the kernel, whose products are exact and whose scales multiply sums over 64
-    of K. More: cuBLAS on the weight in bfloat16, for which one launch widens it. Other types: the reference in float32."""
+    """As many rows of bfloat16 as they are faster for: the kernels, whose products are exact and whose scales multiply sums over
+    64 or 128 of K. More: cuBLAS on the weight in bfloat16, for which one launch widens it. Other types: the reference in
+    float32."""
+    if (made := _many(x, weight, residual, scale_inv)) is not None:
+        return made
     if _is_bf16(x, residual) and (few := _few(x, weight, 8)) is not None:
         return multiply(Packed(*few, scale_inv), x, residual)
     stored = _as_stored(weight, _fp8_as_stored)

@@ -34,7 +34,7 @@ BF16 = torch.bfloat16
 
 def draw_products(draw: random.Random) -> Case:
     shape = 16 * draw.randint(1, 40), draw.choice([32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 1024, 1536])
-    rows = draw.choice([1, 2, 3, 8, 9, 16, 17, 24, 33, 64, 65])
+    rows = draw.choice([1, 2, 3, 8, 9, 16, 17, 24, 33, 48, 49, 64, 65, 97, 128, 129])
     kind = draw.choice([linear_bf16, linear_fp8_block, linear_draft, linear_bf16_normed, linear_fp8_block_normed])
     if kind in (linear_bf16_normed, linear_fp8_block_normed):
         return gemm._normed_case(kind, rows, shape, BF16, "any")

@@ -32,6 +32,8 @@ NAMES = (
     "linear_swiglu rows=6 n=512 k=384 bfloat16",
     "linear_bf16 rows=6 n=512 k=384 bfloat16 residual",
     "linear_fp8_block rows=6 n=512 k=384 bfloat16 residual",
+    "linear_bf16 rows=33 n=592 k=640 bfloat16 residual",
+    "linear_fp8_block rows=64 n=592 k=640 bfloat16 residual",
     "linear_heads rows=6 heads=8 n=512 k=192 bfloat16",
     "prologue_shared rows=6 heads=4 nope=64 bfloat16 latent=bfloat16",
     "prologue_full rows=16 heads=4 nope=64 bfloat16 latent=uint8 keys=uint8",

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops import route
-from legato.ops.experts import sm90, sm90_grouped, sm90_route
+from legato.ops.experts import sm90_grouped, sm90_launch, sm90_route
 from legato.ops.op import implemented
 from tests.ops.test_experts_sm90 import Mixture, needs_gpu
 
@@ -78,7 +78,7 @@ def test_error_bits_and_graph(
         with monkeypatch.context() as patched:
             patched.setitem(sm90_grouped.FORMS, form, (cut,))
             mixture.check(*mixture.rows(333, choices))
-    for count in (sm90.FEW_ROWS + 1, 333, 700):
+    for count in (sm90_launch.MOST_ROWS[form] + 1, 333, 700):
         x, ids, weights = mixture.rows(count, choices)
         made = mixture.check(x, ids, weights)
         assert torch.equal(made, mixture(x, ids, weights))
@@ -113,14 +113,17 @@ def test_the_router_of_many_rows(terms: int) -> None:
     for experts, hidden, k in ((256, 6144, 8), (40, 512, 4), (8, 256, 2)):
         weight = torch.randn(experts, hidden, device="cuda") * hidden**-0.5
         weight = weight.bfloat16().float() if terms == 1 else weight
-        bias, x = torch.randn(experts, device="cuda") * 0.3, torch.randn(1000, hidden, device="cuda").bfloat16()
-        ids, weights = op.run(x, op.pack(weight), bias, k, 2.5)
-        gates = torch.sigmoid(x.double() @ weight.double().t())
-        ranked = (gates + bias.double()).sort(dim=-1, descending=True)
-        near = (ranked.values[:, :k] - ranked.values[:, 1 : k + 1]).amin(1) < 3e-6
-        assert torch.equal(ids[~near].long(), ranked.indices[:, :k][~near])
-        chosen = gates.gather(1, ids.long())
-        assert torch.allclose(weights.double(), chosen / chosen.sum(-1, keepdim=True) * 2.5, rtol=1e-5, atol=1e-6)
+        bias, packed = torch.randn(experts, device="cuda") * 0.3, op.pack(weight)
+        for count in (200, 1000):
+            x = torch.randn(count, hidden, device="cuda").bfloat16()
+            ids, weights = op.run(x, packed, bias, k, 2.5)
+            gates = torch.sigmoid(x.double() @ weight.double().t())
+            ranked = (gates + bias.double()).sort(dim=-1, descending=True)
+            near = (ranked.values[:, :k] - ranked.values[:, 1 : k + 1]).amin(1) < 3e-6
+            assert torch.equal(ids[~near].long(), ranked.indices[:, :k][~near])
+            chosen = gates.gather(1, ids.long())
+            expected = chosen / chosen.sum(-1, keepdim=True) * 2.5
+            assert torch.allclose(weights.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

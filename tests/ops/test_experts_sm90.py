@@ -132,7 +132,7 @@ def test_a_router_is_the_sum_of_its_terms() -> None:
         assert torch.equal(sm90_route.restore(packed, 20), stored)
 
 
-@pytest.mark.parametrize("rows", [1, 6, 8, 16, 64])
+@pytest.mark.parametrize("rows", [1, 6, 8, 16, 64, 128, 192])
 @pytest.mark.parametrize("routed", ["bf16", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("shape", [(6144, 256), (6144, 2048), (256, 256)], ids=str)
 def test_every_cut_fits_the_multiprocessor(shape: tuple[int, int], routed: str, rows: int) -> None:
@@ -155,10 +155,11 @@ def test_the_source_compiles() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("routed", ["bf16", "fp8", "int4", "nvfp4"])
 def test_every_format_compiles_and_fits(routed: str) -> None:
-    for hidden, width, rows in ((6144, 256, 1), (6144, 256, 6), (6144, 2048, 16)):
+    for hidden, width, rows in ((6144, 256, 1), (6144, 256, 6), (6144, 2048, 16), (6144, 256, 128), (6144, 2048, 192)):
         what = sm90_launch.Experts(routed, "bf16", hidden, width, 256, 132)
         made, dynamic = sm90_launch.kernel(what, rows, 8)
-        assert made.usage("sm_90a").static_shared_bytes + dynamic <= 227 * 1024
+        usage = made.usage("sm_90a")
+        assert usage.static_shared_bytes + dynamic <= 227 * 1024 and (rows < 128 or usage.spill_store_bytes == 0)
 
 
 class Mixture:
@@ -238,11 +239,15 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize("shape", [(8, 256, 256, 2), (24, 256, 6144, 8), (10, 2048, 6144, 8)], ids=str)
 def test_error_and_bits(form: str, shape: tuple[int, int, int, int], uninitialised_is_nan: None) -> None:
-    """Error at 1, 6, 16 and 64 rows; up to 16 rows a row's bits are the same alone; repeated calls and a graph agree."""
+    """Error at 1 row to as many as a launch takes; a row's bits are as alone, up to 16 rows, and as in launches of 64; repeated
+    calls and a graph agree."""
     mixture, choices = Mixture(form, *shape[:3]), shape[3]
-    for count in (1, 6, 16, 64):
+    for count in (1, 6, 16, 64, 96, sm90_launch.MOST_ROWS[form]):
         x, ids, weights = mixture.rows(count, choices)
         made = mixture.check(x, ids, weights)
+        if count > 64:
+            parts = [mixture(*some) for some in zip(x.split(64), ids.split(64), weights.split(64), strict=True)]
+            assert torch.equal(torch.cat(parts), made)
         assert torch.equal(made, mixture(x, ids, weights))
         for row in {0, count // 2, count - 1} if count <= 16 else ():
             alone = mixture(x[row : row + 1], ids[row : row + 1], weights[row : row + 1])
@@ -259,7 +264,7 @@ def test_error_and_bits(form: str, shape: tuple[int, int, int, int], uninitialis
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int4", "nvfp4"])
 def test_more_rows_than_one_launch_takes(form: str) -> None:
     mixture = Mixture(form, 16, 256, 512)
-    for count in (100, 700):
+    for count in (65, 200, 700):
         mixture.check(*mixture.rows(count, 4))
 
 
@@ -268,9 +273,9 @@ def test_more_rows_than_one_launch_takes(form: str) -> None:
 def test_a_skewed_routing_is_right() -> None:
     """Every row on the same experts, one expert with all rows, and rows that name an expert twice."""
     mixture = Mixture("nvfp4", 8, 256, 512)
-    for count in (6, 16):
-        x, ids, weights = mixture.rows(count, 2)
-        for chosen in (torch.tensor([3, 5]), torch.tensor([1, 1])):
+    for count, choices in ((6, 2), (16, 2), (128, 6)):
+        x, ids, weights = mixture.rows(count, choices)
+        for chosen in (torch.tensor([3, 5, 0, 2, 6, 7])[:choices], torch.tensor([1, 1, 0, 3, 4, 4])[:choices]):
             mixture.check(x, chosen.to(ids).expand_as(ids), weights)
 
 
@@ -285,7 +290,7 @@ def test_the_router_chooses_what_the_reference_does(terms: int) -> None:
         weight = torch.randn(experts, hidden, device="cuda") * hidden**-0.5
         weight = weight.bfloat16().float() if terms == 1 else weight
         bias, packed = torch.randn(experts, device="cuda") * 0.3, sm90.pack(weight)
-        for count in (1, 6, 16, 64):
+        for count in (1, 6, 16, 64, 96):
             x = torch.randn(count, hidden, device="cuda").bfloat16()
             ids, weights = sm90.run(x, packed, bias, k, 2.5)
             gates = torch.sigmoid(x.double() @ weight.double().t())
@@ -299,6 +304,17 @@ def test_the_router_chooses_what_the_reference_does(terms: int) -> None:
 
 
 def test_a_launch_is_compiled_for_few_classes_of_rows() -> None:
-    assert {sm90_launch.row_class(rows) for rows in range(1, 65)} == {1, 2, 4, 6, 8, 16, 32, 64}
+    assert {sm90_launch.row_class(rows) for rows in range(1, 193)} == {1, 2, 4, 6, 8, 16, 32, 64, 128, 192}
     what = sm90_launch.Experts("nvfp4", None, 256, 256, 8, 132)
     assert sm90_launch.cut(what, 6, 2) != sm90_launch.cut(replace(what, shared="bf16"), 6, 2)
+
+
+def test_tables_bound_the_rows_of_a_launch() -> None:
+    """Which of a launch's pairs name an expert has to fit the room of a tile's rows."""
+
+    def most(form: str, hidden: int, experts: int) -> int:
+        return sm90_launch.most_rows(sm90_launch.Experts(form, None, hidden, 256, experts, 132), 8)
+
+    assert [most("nvfp4", 6144, experts) for experts in (8, 256, 512)] == [192, 192, 64]
+    assert [most("fp8", 6144, experts) for experts in (8, 256, 512)] == [128, 128, 128]
+    assert [most("int4", 256, experts) for experts in (8, 128, 256)] == [192, 192, 64]

@@ -178,6 +178,8 @@ CASES = (
         _with_shared(_moe_case(moe, 20, 2, (4, 128, 2048), torch.bfloat16), 20, (128, 2048), "bf16")
         for moe in _PRODUCTS
     ),
+    # So many pairs that their tables have short entries.
+    _with_shared(_moe_case(moe_nvfp4, 96, 6, (8, 128, 128), torch.bfloat16), 96, (128, 128), "bf16"),
     # Every row of 40 on the same few experts: groups longer than a block.
     _moe_case(moe_bf16, 40, 3, (4, 64, 64), torch.float32),
     *(
@@ -192,8 +194,9 @@ CASES = (
     *(_production_case(moe, _Routing(*routing), _RANK_OF_8) for moe in _PRODUCTS for routing in ((1, 8), (6, 44))),
     *(
         _production_case(moe_nvfp4, _Routing(*routing), _RANK_OF_8)
-        for routing in ((6, 33), (6, 8), (16, 100), (64, 223))
+        for routing in ((6, 33), (6, 8), (16, 100), (64, 223), (96, 244), (128, 252))
     ),
+    *(_production_case(moe, _Routing(96, 244), _RANK_OF_8) for moe in (moe_bf16, moe_fp8_block, moe_int4)),
     # As FP8 releases have it, and others whose dense weights are kept in FP8.
     *(_production_case(moe, _Routing(6, 44), _RANK_OF_8, "fp8") for moe in (moe_fp8_block, moe_nvfp4, moe_int4)),
     # A prompt's rows: as many for an expert as in 4096 and in 2048 rows of the model.

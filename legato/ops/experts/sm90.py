@@ -17,7 +17,7 @@ from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, rou
 from legato.ops.experts import sm90_packing as packing
 from legato.ops.experts.sm90_grouped import grouped
 from legato.ops.experts.sm90_grouped import serves as serves_many
-from legato.ops.experts.sm90_launch import MOST_ROWS, Experts, Packed
+from legato.ops.experts.sm90_launch import Experts, Packed, most_rows
 from legato.ops.experts.sm90_packing import by_experts
 from legato.ops.experts.sm90_widen import widen_down, widen_gate_up
 from legato.ops.gemm import linear_fp8_block
@@ -26,10 +26,8 @@ from legato.ops.strides import in_rows
 
 #: Rows and columns of an FP8 weight that share a scale.
 BLOCK = 128
-#: Up to so many rows go through the kernel, MOST_ROWS at a time; more make products of whole experts, whose rows are sorted.
-FEW_ROWS = 128
-#: Up to so many rows the router's kernel chooses, 64 at a time; for more the library multiplies.
-FEW_ROUTED = 256
+#: Up to so many rows the router's kernel chooses, 128 at a time; for more the library multiplies, once for each of the terms.
+FEW_ROUTED = {1: 96, 3: 256}
 
 
 def pack_route(weight: Tensor) -> Tensor:
@@ -40,14 +38,14 @@ def pack_route(weight: Tensor) -> Tensor:
 
 @route.on("sm90", pack=pack_route)
 def run_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Rows of bfloat16: the kernel, 64 at a time; more than `FEW_ROUTED`: the library's product, then the choice. Rows of another
-    type, or another weight: the reference."""
+    """Rows of bfloat16: the kernel, 128 at a time; more than `FEW_ROUTED`: the library's product, then the choice. Other rows, or
+    another weight: the reference."""
     if weight.dtype is not torch.uint8:
         return route.reference(x, weight, bias, k, scale)
     if x.dtype is not torch.bfloat16 or not x.shape[0] or k > sm90_route.MOST_CHOICES:
         return route.reference(x, sm90_route.restore(weight, bias.shape[0]), bias, k, scale)
     bias = bias.to(torch.float32).contiguous()
-    if x.shape[0] > FEW_ROUTED:
+    if x.shape[0] > FEW_ROUTED[weight.shape[0]]:
         return sm90_route.choose_many(weight, x, bias, k, scale)
     parts = [sm90_route.choose(weight, rows, bias, k, scale) for rows in in_rows(x).split(sm90_route.MOST_ROWS)]
     if len(parts) == 1:
@@ -157,7 +155,7 @@ def run_bf16(
     shared_gate_up_scale_inv: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """Up to 128 rows of bfloat16: the kernel, 64 at a time; more: products of whole experts, sorted rows.
+    """Up to 128 rows of bfloat16, 192 in four-bit formats: one launch; more: products of whole experts, sorted rows.
 
     Rows of another type and weights that `pack` left unchanged: the reference. So in the other formats.
     """
@@ -251,10 +249,11 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
     rows = x.shape[0]
     if not rows:
         return torch.empty_like(x)
-    if rows <= MOST_ROWS:
+    most = most_rows(what, ids.shape[1])
+    if rows <= most:
         return sm90_launch.launch(what, packed, x, ids, weights)
-    if rows <= FEW_ROWS or not serves_many(what.num_experts, ids.shape[1]):
-        parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), weights.split(MOST_ROWS), strict=True)
+    if not serves_many(what.num_experts, ids.shape[1]):
+        parts = zip(x.split(most), ids.split(most), weights.split(most), strict=True)
         return torch.cat([sm90_launch.launch(what, packed, *part) for part in parts])
     if packed.shared13 is None or packed.shared2 is None:
         return grouped(what, packed, x, ids, weights)

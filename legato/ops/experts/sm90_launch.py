@@ -19,12 +19,18 @@ from legato.ops.experts.sm90_packing import STEP_BYTES, STEP_K
 
 _SOURCE = Path(__file__).with_name("sm90_moe.cu")
 FORMATS = {"bf16": 0, "fp8": 1, "int4": 2, "nvfp4": 3}
-#: Rows that one launch takes. More than ROWS_AT_ONCE of them are fetched tile by tile.
-MOST_ROWS = 64
+#: Rows that one launch takes: beyond, sorted rows are faster; and where tables for more have no room. More than ROWS_AT_ONCE are
+#: fetched tile by tile.
+MOST_ROWS = {"bf16": 128, "fp8": 128, "int4": 192, "nvfp4": 192}
+FEWER_ROWS = 64
 ROWS_AT_ONCE = 8
+#: Of more pairs than these (rows * choices), tables have short entries.
+_LEAN_PAIRS = 512
 #: Of more rows, where K divides: warps that share a unit ("quads"), and rows of a tile (eight leave no room for copies of
 #: three steps).
 _SHARERS, _QUADS_ROWS = 4, 6
+#: Of more than FEWER_ROWS rows: rows of a tile, and buffers for sums, as many as leave room for the largest copies.
+_MANY_ROWS, _MANY_BUFFERS = {"bf16": 8, "fp8": 8, "int4": 8, "nvfp4": 7}, 2
 #: Warps of a block. K is split over them, so their number decides the bits of a sum.
 WARPS = 16
 #: Shared memory that a block may have.
@@ -69,6 +75,14 @@ def _in_quads(what: Experts, rows: int) -> bool:
     return rows > ROWS_AT_ONCE and what.hidden // 128 % WARPS == 0
 
 
+def _quads_rows(what: Experts, rows: int) -> int:
+    return _QUADS_ROWS if rows <= FEWER_ROWS else _MANY_ROWS[what.routed]
+
+
+def _most_buffers(quads: bool, rows: int) -> int:
+    return _MANY_BUFFERS if quads and rows > FEWER_ROWS else _MOST_BUFFERS
+
+
 def _rows_held(rows: int) -> int:
     """Rows of x in shared memory: few sizes, so that few kernels are compiled."""
     return next(held for held in (1, 2, 4, 6, ROWS_AT_ONCE) if held >= min(rows, ROWS_AT_ONCE))
@@ -80,21 +94,40 @@ def _most_tiles(rows: int, held: int, choices: int, experts: int) -> int:
     return min(pairs, experts + pairs // held) + -(-rows // held)
 
 
+def _slice_k(what: Experts) -> int:
+    """Of K of a warp in the first half, at most, in 128."""
+    return -(-what.hidden // 128 // WARPS)
+
+
+def _x_bytes(what: Experts, held: int, sharers: int) -> int:
+    return held * (WARPS * _slice_k(what) * 256 + sharers * 16)
+
+
+@cache
+def most_rows(what: Experts, choices: int) -> int:
+    """Rows that one launch takes: which pairs name an expert is marked where the rows of a tile lie later."""
+    rows = MOST_ROWS[what.routed]
+    sharers, held = (_SHARERS, _quads_rows(what, rows)) if _in_quads(what, rows) else (WARPS, ROWS_AT_ONCE)
+    bits = what.num_experts * -(-rows * choices // 32) * 4
+    return rows if bits <= _x_bytes(what, held, sharers) else FEWER_ROWS
+
+
 @cache
 def cut(what: Experts, rows: int, choices: int) -> Cut:
     """The kernel for up to `rows` rows (a class of rows: see `row_class`)."""
     quads, warps = _in_quads(what, rows), WARPS
-    sharers, held = (_SHARERS, _QUADS_ROWS) if quads else (warps, _rows_held(rows))
-    strips = -(-what.hidden // 16 // what.blocks)
-    slice_k = -(-what.hidden // 128 // warps)
+    sharers, held = (_SHARERS, _quads_rows(what, rows)) if quads else (warps, _rows_held(rows))
+    strips, slice_k = -(-what.hidden // 16 // what.blocks), _slice_k(what)
     pairs, tiles = rows * choices, _most_tiles(rows, held, choices, what.num_experts)
-    x_bytes, terms = held * (warps * slice_k * 256 + sharers * 16), (pairs + rows) * (strips * 16 + 4) * 4
+    lean = pairs > _LEAN_PAIRS
+    x_bytes, terms = _x_bytes(what, held, sharers), (pairs + rows) * (strips * 16 + 4) * 4
     buffer = warps * -(-held // 2) * _PARTIAL_BYTES
-    static = tiles * (8 + 4 * held) + pairs * 8 + _static_bytes(what)
+    tables = tiles * (3 + 2 * held) + pairs * 2 if lean else tiles * (8 + 4 * held) + pairs * 8
+    static = tables + _static_bytes(what)
     # The largest copies of which two are in flight, then as many buffers as leave room for them.
     room = _SHARED_BYTES - static - x_bytes
-    chunks = [made for made in _chunks(what, slice_k) if not quads or _divides(what, slice_k, made[0])]
-    for (chunk, shared_chunk), buffers in product(chunks, range(_MOST_BUFFERS, 1, -1)):
+    chunks = [made for made in _chunks(what, slice_k, rows) if not quads or _divides(what, slice_k, made[0])]
+    for (chunk, shared_chunk), buffers in product(chunks, range(_most_buffers(quads, rows), 1, -1)):
         slot = chunk * STEP_BYTES[what.routed]
         if what.shared is not None:
             slot = max(slot, shared_chunk * STEP_BYTES[what.shared])
@@ -120,11 +153,16 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
         "X_ROWS": held,
         "MOST_PAIRS": pairs,
         "MOST_TILES": tiles,
-        "MOST_FEATURES": MOST_ROWS * (choices + 1),
+        "MOST_FEATURES": _feature_rows(rows, choices),
         "SHARERS": sharers,
         "TERMS_SHARED": int(terms <= x_bytes),
     }
     return Cut(tuple(macros.items()), macros["DYNAMIC_BYTES"])
+
+
+def _feature_rows(rows: int, choices: int) -> int:
+    """Rows of a buffer of features: launches of few rows and of many take turns with buffers of their own."""
+    return (FEWER_ROWS if rows <= FEWER_ROWS else max(MOST_ROWS.values())) * (choices + 1)
 
 
 def _static_bytes(what: Experts) -> int:
@@ -135,10 +173,10 @@ def _static_bytes(what: Experts) -> int:
     return factors + WARPS * (slots * 8 + (16 if slots < 4 else 64)) + 512
 
 
-def _chunks(what: Experts, slice_k: int) -> list[tuple[int, int]]:
+def _chunks(what: Experts, slice_k: int, rows: int) -> list[tuple[int, int]]:
     """Steps of one copy of the routed experts and of the shared one, best first."""
     if what.routed == "bf16":
-        return [(2, 2), (1, 1)]
+        return [(1 if rows <= 2 and what.shared is not None else 2, 2), (1, 1)]
     if what.routed == "fp8":
         return [(1, 1)]
     whole = next(steps for steps in (3, 2, 1) if slice_k % steps == 0)
@@ -153,7 +191,7 @@ def _divides(what: Experts, slice_k: int, chunk: int) -> bool:
 
 def row_class(rows: int) -> int:
     """The number of rows that a launch of `rows` rows is compiled for."""
-    return next(most for most in (1, 2, 4, 6, 8, 16, 32, MOST_ROWS) if most >= rows)
+    return next(most for most in (1, 2, 4, 6, 8, 16, 32, FEWER_ROWS, 128, 192) if most >= rows)
 
 
 @cache
@@ -164,9 +202,10 @@ def kernel(what: Experts, most_rows: int, choices: int) -> tuple[Kernel, int]:
 
 
 @cache
-def features(device: torch.device, choices: int, width: int) -> tuple[Tensor, Tensor]:
-    """Two buffers of features in which nothing is there yet, and the state of the launches that take turns with them."""
-    both = torch.full((2, MOST_ROWS * (choices + 1), width), -1, dtype=torch.int16, device=device)
+def features(device: torch.device, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Two buffers of so many rows of features in which nothing is there yet, and the state of the launches that take turns with
+    them."""
+    both = torch.full((2, rows, width), -1, dtype=torch.int16, device=device)
     return both, torch.zeros(3, dtype=torch.int64, device=device)
 
 
@@ -195,7 +234,7 @@ def launch(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tenso
     rows, choices = ids.shape
     compiled, shared_bytes = kernel(what, row_class(rows), choices)
     y = torch.empty(rows, what.hidden, dtype=torch.bfloat16, device=x.device)
-    both_features, state = features(x.device, choices, what.width)
+    both_features, state = features(x.device, _feature_rows(rows, choices), what.width)
     terms = None
     if not dict(cut(what, row_class(rows), choices).macros)["TERMS_SHARED"]:
         pitch = -(-what.hidden // 16 // what.blocks) * 16 + 4

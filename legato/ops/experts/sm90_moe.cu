@@ -94,6 +94,27 @@ __device__ __forceinline__ u32 run_word(int bytes, int copy) { return u32(bytes)
 constexpr bool NAMED_AT_ONCE = RESIDENT && MOST_PAIRS <= 64 && EXPERTS <= 1024;
 constexpr int NAMED_WORDS = (EXPERTS + 31) / 32;
 constexpr int TERM_PITCH = STRIPS * 16 + 4;  // floats
+// Entries of the tables of tiles and pairs. Of many pairs they are as small as they may be, for rows of a tile take their room: a
+// pair's row is worked out then.
+constexpr bool LEAN = MOST_PAIRS > 512;
+template <bool>
+struct Entries {
+  typedef int Expert, Count, Pair;
+};
+template <>
+struct Entries<true> {
+  typedef short Expert;
+  typedef u8 Count;
+  typedef unsigned short Pair;
+};
+typedef Entries<LEAN> Entry;
+constexpr int UNROLLED = LEAN ? 8 : WORDS;  // words of an expert's pairs
+constexpr int COLUMNS = LEAN ? 4 : 2;      // of a row of y that a thread adds up at a time
+struct alignas(COLUMNS * 4) Columns {
+  float at[COLUMNS];
+};
+// Of many rows the shared expert has many tiles: a block's units of it are in a row there, so that few tiles' rows are fetched.
+constexpr bool IN_ROWS = QUADS && LEAN && SHARED != NONE;
 static_assert(SLOT_BYTES % 16 == 0 && X_BYTES % 16 == 0, "copies are aligned");
 static_assert(WARPS * RING_BYTES + SHARERS * X_BYTES + BUFFERS * PARTIAL_BYTES == DYNAMIC_BYTES,
               "the launch counts as this does");
@@ -183,11 +204,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Of slots that are full, warp by warp; of sums that have met and of buffers that are free again; of the first half, which
   // all warps have done; and of rows of x that are there, warp by warp.
   __shared__ __align__(8) u64 barriers[WARPS * SLOTS + 2 * BUFFERS * GROUPS + (QUADS ? BUFFERS : 0) + 1 + (RESIDENT ? WARPS : 0)];
-  __shared__ int expert_of[MOST_TILES];     // -1: the shared expert
-  __shared__ int count_of[MOST_TILES];      // rows of a tile
-  __shared__ int pair_of[MOST_TILES][X_ROWS];  // row * choices + choice (the shared expert's follow), and the row 16 bits up
-  __shared__ int id_of[MOST_PAIRS];
-  __shared__ float weight_of[MOST_PAIRS];
+  __shared__ Entry::Expert expert_of[MOST_TILES];  // -1: the shared expert
+  __shared__ Entry::Count count_of[MOST_TILES];    // rows of a tile
+  // row * choices + choice (the shared expert's follow), and, where it has room, the row 16 bits up
+  __shared__ Entry::Pair pair_of[MOST_TILES][X_ROWS];
+  __shared__ Entry::Expert id_of[MOST_PAIRS];
+  __shared__ float weight_of[LEAN ? 1 : MOST_PAIRS];
   __shared__ float factors_of[FORMAT == NVFP4 ? EXPERTS * 3 : 1];
   __shared__ u32 items_of[WARPS][ITEMS];  // that a warp has asked for: tile, first strip 16 bits up, strips 24 bits up
   __shared__ int tiles_of_warp[WARPS];
@@ -195,6 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int block = blockIdx.x, pairs = rows * CHOICES;
+  auto pair_at = [&](int tile, int place) { return pair_of[tile][place] & 0xffff; };
+  auto row_at = [&](int tile, int place) {
+    const int pair = pair_of[tile][place];
+    return !LEAN ? pair >> 16 : pair < pairs ? pair / CHOICES : pair - pairs;
+  };
   u8 *const ring = memory + warp * RING_BYTES;
   float *const partial = reinterpret_cast<float *>(memory + WARPS * RING_BYTES);
   u8 *const x_all = memory + WARPS * RING_BYTES + BUFFERS * PARTIAL_BYTES;
@@ -230,26 +257,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int shifted = block >= SHIFT ? block - SHIFT : block - SHIFT + GRID;
   auto round_unit = [&](int round) { return round == 0 ? block : round * GRID + shifted; };
   auto rounds_below = [&](int units) { return int(block < units) + max(0, (units - shifted + GRID - 1) / GRID - 1); };
-  const int shared_units = rounds_below(shared_all);
+  // Where its tiles are many, the shared expert's units are in a row too.
+  auto shared_before = [&](int blocks) { return blocks * shared_all / GRID; };
+  const int shared_first = shared_before(block), shared_in_row = shared_before(block + 1) - shared_first;
+  // How many rounds of quads the first tile of units in a row has, of units that all warps share behind them, of quads behind those,
+  // and of all.
+  struct Rounds {
+    int quads, singles, more, all;
+  };
+  auto rounds_of = [&](int first, int count) {
+    const int of_first = min(count, UNITS - first % UNITS), others = count - of_first;
+    Rounds made = {of_first / GROUPS, of_first % GROUPS, others / GROUPS, 0};
+    made.all = made.quads + made.singles + made.more + others % GROUPS;
+    return made;
+  };
+  [[maybe_unused]] Rounds of_shared = {}, of_routed = {};
+  if (IN_ROWS) of_shared = rounds_of(shared_first, shared_in_row);
+  const int shared_units = IN_ROWS ? of_shared.all : rounds_below(shared_all);
   int routed_first = 0, routed_units = 0, num_tiles = shared_tiles;
-  // How many rounds of quads the first tile has, of units that all warps share behind them, and of quads behind those.
-  [[maybe_unused]] int first_quads = 0, first_singles = 0, more_quads = 0;
   struct Turn {
     int unit;
     bool quad;
   };
   auto turn_at = [&](int index) {
-    if (RESIDENT || index < shared_units) return Turn{round_unit(index), false};
-    index -= shared_units;
-    const int first = shared_all + routed_first;
+    const bool is_shared = index < shared_units;
+    if (RESIDENT || (!IN_ROWS && is_shared)) return Turn{round_unit(index), false};
+    if (!IN_ROWS || !is_shared) index -= shared_units;
+    const int first = IN_ROWS && is_shared ? shared_first : shared_all + routed_first;
     if (!QUADS) return Turn{first + index, false};
-    if (index < first_quads) return Turn{first + index * GROUPS + group, true};
-    index -= first_quads;
-    if (index < first_singles) return Turn{first + first_quads * GROUPS + index, false};
-    index -= first_singles;
-    const int rest = first + first_quads * GROUPS + first_singles;
-    if (index < more_quads) return Turn{rest + index * GROUPS + group, true};
-    return Turn{rest + more_quads * GROUPS + index - more_quads, false};
+    const Rounds rounds = IN_ROWS && is_shared ? of_shared : of_routed;
+    if (index < rounds.quads) return Turn{first + index * GROUPS + group, true};
+    index -= rounds.quads;
+    if (index < rounds.singles) return Turn{first + rounds.quads * GROUPS + index, false};
+    index -= rounds.singles;
+    const int rest = first + rounds.quads * GROUPS + rounds.singles;
+    if (index < rounds.more) return Turn{rest + index * GROUPS + group, true};
+    return Turn{rest + rounds.more * GROUPS + index - rounds.more, false};
   };
 
   // What this warp reads, in order, are runs: units of the shared expert, routed units, then strips of tiles (all of an item
@@ -393,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = 0; i < PAIRS_EACH; ++i) {
     const int pair = threadIdx.x + i * THREADS;
     own_ids[i] = -1, own_weights[i] = 0.0f;
-    if (pair < pairs) own_ids[i] = __ldcg(ids + pair), own_weights[i] = __ldcg(weights + pair);
+    if (pair < pairs) own_ids[i] = __ldcg(ids + pair), own_weights[i] = LEAN ? 0.0f : __ldcg(weights + pair);
   }
   const u64 finished = __ldcg(reinterpret_cast<unsigned long long *>(state));
   const u64 used_bytes[2] = {__ldcg(reinterpret_cast<unsigned long long *>(state) + 1),
@@ -431,14 +474,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const float without = (all - more * with_more) / (GRID - more);
       auto boundary = [&](int b) {
         if (b == GRID) return int(all);
+        // What its units of the shared expert leave of its share of all, as long as they do in every block.
+        if (IN_ROWS) return int(fair < (least + 1) * ratio ? __fmul_rn(b, all / GRID) : __fmaf_rn(b, fair, -ratio * shared_before(b)));
         return int(b < more ? b * with_more : more * with_more + (b - more) * without);
       };
       routed_first = uniform(boundary(block));
       routed_units = uniform(boundary(block + 1)) - routed_first;
       if (QUADS) {
-        const int of_first = min(routed_units, UNITS - routed_first % UNITS), others = routed_units - of_first;
-        first_quads = of_first / GROUPS, first_singles = of_first % GROUPS, more_quads = others / GROUPS;
-        routed_units = first_quads + first_singles + more_quads + others % GROUPS;
+        of_routed = rounds_of(routed_first, routed_units);
+        routed_units = of_routed.all;
       }
     }
     prepare(run / 32 * 32, true);
@@ -498,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int pair = threadIdx.x + i * THREADS;
     if (own_ids[i] >= EXPERTS) own_ids[i] = -1;
     if (own_ids[i] >= 0) atomicOr(&named[own_ids[i] * WORDS + pair / 32], 1u << pair % 32);
-    if (pair < pairs) weight_of[pair] = own_weights[i];
+    if (pair < pairs && !LEAN) weight_of[pair] = own_weights[i];
     if (!NAMED_AT_ONCE && pair < pairs) id_of[pair] = own_ids[i];
   }
   __syncthreads();
@@ -510,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int pair = threadIdx.x + i * THREADS;
     ranks[i] = 0;
     if (own_ids[i] >= 0)
-#pragma unroll
+#pragma unroll UNROLLED
       for (int w = 0; w < WORDS; ++w)
         if (w <= pair / 32)
           ranks[i] += __popc(named[own_ids[i] * WORDS + w] & (w < pair / 32 ? ~0u : (1u << pair % 32) - 1));
@@ -522,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < EXPERTS_EACH; ++i) {
       const int expert = threadIdx.x * EXPERTS_EACH + i;
       if (expert < EXPERTS)
-#pragma unroll
+#pragma unroll UNROLLED
         for (int w = 0; w < WORDS; ++w) totals[i] += __popc(named[expert * WORDS + w]);
       own_tiles += (totals[i] + X_ROWS - 1) / X_ROWS;
     }
@@ -601,7 +645,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Turn turn = turn_at(index);
     const u32 unit = turn.unit;
     const int tile = unit / UNITS, count = uniform(count_of[tile]);
-    auto row_of = [&](int place) { return pair_of[tile][place] >> 16; };
+    auto row_of = [&](int place) { return row_at(tile, place); };
     if (!RESIDENT && tile != staged) {
       readers_sync();
 #pragma unroll 1
@@ -728,7 +772,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const int column = feature / 64 * 64 + feature / 8 % 2 * 32 + feature / 16 % 4 * 8;
     if (lane < count)
-      store_relaxed(features + (size_t(pair_of[tile][lane] & 0xffff) * WIDTH + column) * 2,
+      store_relaxed(features + (size_t(pair_at(tile, lane)) * WIDTH + column) * 2,
                     make_uint4(part[0], part[1], part[2], part[3]));
   };
   int pending = -1;  // a unit whose sums this warp adds up: at once where all are there, else behind the next unit
@@ -751,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Second half. A lane holds its part of its row for a piece of K, and asks for the next where it takes the last.
   auto row_of_tile = [&](int tile, int piece) {
     const int place = g < count_of[tile] ? g : 0;
-    return features + (size_t(pair_of[tile][place] & 0xffff) * WIDTH + piece * PIECE) * 2 + t * 16;
+    return features + (size_t(pair_at(tile, place)) * WIDTH + piece * PIECE) * 2 + t * 16;
   };
   Fragment held[PIECE / 64];
   const u8 *row = nullptr;
@@ -783,7 +827,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (2 * t + i % 2 < count)
-        terms[size_t(pair_of[tile][2 * t + i % 2] & 0xffff) * TERM_PITCH + strip * 16 + g + i / 2 * 8] =
+        terms[size_t(pair_at(tile, 2 * t + i % 2)) * TERM_PITCH + strip * 16 + g + i / 2 * 8] =
             (sums[0][i] + sums[1][i]) * factor;
   };
   if (ONE_PIECE) {
@@ -806,7 +850,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       float *to[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        to[i] = terms + (some[i] ? (pair_of[tile][2 * t + i] & 0xffff) * TERM_PITCH : 0) + first_strip * 16 + g;
+        to[i] = terms + (some[i] ? pair_at(tile, 2 * t + i) * TERM_PITCH : 0) + first_strip * 16 + g;
       auto leave_strip = [&](const Sums &sums) {
         if (parted) {  // where x was, that other warps may have been reading
           barrier_wait(halves, 0);
@@ -858,9 +902,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   } else {
     auto item_at = [&](int number) { return item_of(number, live, shared_tiles, num_tiles); };
-    auto row_at = [&](int number, int piece) { return row_of_tile(min(item_at(number).tile, num_tiles - 1), piece); };
+    auto part_at = [&](int number, int piece) { return row_of_tile(min(item_at(number).tile, num_tiles - 1), piece); };
     if (item_at(warp).tile < num_tiles) {
-      row = row_at(warp, 0);
+      row = part_at(warp, 0);
 #pragma unroll
       for (int b = 0; b < PIECE / 64; ++b) load_row(b);
     }
@@ -875,7 +919,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
       for (int piece = 0; piece < PIECES; ++piece) {
         await_row();
-        row = piece + 1 < PIECES ? row_at(number, piece + 1) : row_at(number + WARPS, 0);
+        row = piece + 1 < PIECES ? part_at(number, piece + 1) : part_at(number + WARPS, 0);
         if (is_shared) {
 #pragma unroll
           for (int k = 0; k < SHARED_PIECE_STEPS; ++k) {
@@ -906,22 +950,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // Each row's choices in their order, then the shared expert.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * live * 8; i += THREADS) {
-    const int row = divide<STRIPS>(i / 8, live), column = (i - row * live * 8) * 2;
-    float2 total = make_float2(0.0f, 0.0f);
+  for (int i = threadIdx.x; i < rows * live * (16 / COLUMNS); i += THREADS) {
+    const int row = divide<STRIPS>(i / (16 / COLUMNS), live), column = (i - row * live * (16 / COLUMNS)) * COLUMNS;
+    auto term_of = [&](int pair) { return *reinterpret_cast<const Columns *>(terms + size_t(pair) * TERM_PITCH + column); };
+    Columns total = {};
 #pragma unroll
     for (int choice = 0; choice < CHOICES; ++choice) {
       const int pair = row * CHOICES + choice;
       if (id_of[pair] < 0) continue;
-      const float2 term = *reinterpret_cast<const float2 *>(terms + size_t(pair) * TERM_PITCH + column);
-      total.x += weight_of[pair] * term.x, total.y += weight_of[pair] * term.y;
+      const Columns term = term_of(pair);
+      const float weight = LEAN ? __ldcg(weights + pair) : weight_of[pair];
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) total.at[c] += weight * term.at[c];
     }
     if (SHARED != NONE) {
-      const float2 term = *reinterpret_cast<const float2 *>(terms + size_t(pairs + row) * TERM_PITCH + column);
-      total.x += term.x, total.y += term.y;
+      const Columns term = term_of(pairs + row);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) total.at[c] += term.at[c];
     }
-    *reinterpret_cast<u32 *>(y + (size_t(row) * HIDDEN + strip_begin * 16 + column) * 2) =
-        to_bf16_pair(total.x, total.y);
+    u32 *const to = reinterpret_cast<u32 *>(y + (size_t(row) * HIDDEN + strip_begin * 16 + column) * 2);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c += 2) to[c / 2] = to_bf16_pair(total.at[c], total.at[c + 1]);
   }
   if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long *>(state), 1ull);
 }

@@ -18,7 +18,7 @@ from legato.ops.experts.sm90_packing import pack_bf16
 _SOURCE = Path(__file__).with_name("sm90_route.cu")
 _CHOOSE = Path(__file__).with_name("sm90_choose.cu")
 #: Rows of a launch, and choices of a row.
-MOST_ROWS, MOST_CHOICES = 64, 32
+MOST_ROWS, MOST_CHOICES = 128, 32
 #: Warps of a block of `sm90_choose.cu`.
 _WARPS = 8
 #: Experts of a group; blocks of a group, which share K; their threads; K of a step; bytes of a step.

@@ -314,7 +314,7 @@ def _print(
         + f"; {figure.experts_reached:.1f} experts reached per sparse layer",
         f"without the other ranks: {figure.exchanges} exchanges are not in it; they would add "
         f"{figure.added.total / 1e3:.2f} ms ({figure.added.measured / 1e3:.2f} measured on one and two GPUs, "
-        f"{figure.added.reckoned / 1e3:.2f} reckoned for the words of {mesh.size} ranks)",
+        f"{figure.added.reckoned / 1e3:.2f} reckoned for words of more rows)",
     ]
     if figure.num_latents < spec.num_layers + int(spec.has_mtp):
         lines.append(f"memory holds {figure.num_latents} latent caches: layers use them in turn")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from legato.bench.exchanges import KERNELS_US, LINK_US, added
+from legato.bench.exchanges import BYTES_OF_ONE, KERNELS_US, LINK_BYTES_PER_US, LINK_US, added
 from legato.bench.kernels import by_kernel
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
@@ -56,18 +56,26 @@ def test_a_share_is_measured_and_recorded(tiny: ModelSpec, tmp_path: Path) -> No
     # Two sums per layer and pass, and the head's gather after each pass: 4 layers, then the MTP layer twice.
     assert read["exchanges"] == 2 * (4 + NUM_DRAFTS) + 1 + NUM_DRAFTS
     modelled = read["exchanges_measured_us"] + read["exchanges_reckoned_us"]
-    assert modelled == read["exchanges_modelled_us"] and not read["exchanges_reckoned_us"], "two ranks: one link"
-    assert modelled == pytest.approx(read["exchanges"] * (KERNELS_US[4] + LINK_US))
+    assert modelled == read["exchanges_modelled_us"] and not read["exchanges_reckoned_us"], "few words"
+    assert modelled == pytest.approx(read["exchanges"] * (KERNELS_US[2] + LINK_US[4]))
     assert read["tokens_per_s_simulated"] == pytest.approx(2.5e6 / read["median_us"])
     assert read["tokens_per_s_simulated_with_exchanges"] == pytest.approx(2.5e6 / (read["median_us"] + modelled))
     assert 2 <= read["experts_reached"] <= 8
     assert 1.0 <= figure.emitted <= NUM_DRAFTS + 1, "requests decode from the context that was written"
 
 
-def test_exchanges_of_more_than_two_ranks_send_more_words() -> None:
-    two, eight = added(172, 12_000_000, 2), added(172, 12_000_000, 8)
-    assert two.total == two.measured < eight.measured and two.reckoned == 0 < eight.reckoned
-    assert eight.measured == 172 * (KERNELS_US[8] + LINK_US)
+def test_exchanges_of_more_ranks_cost_more_and_more_words_than_were_measured_are_reckoned() -> None:
+    few = 172 * BYTES_OF_ONE
+    two, four, eight = (added(172, few, ranks) for ranks in (2, 4, 8))
+    assert two.reckoned == four.reckoned == eight.reckoned == 0 and two.total < four.total < eight.total
+    assert (
+        eight.measured
+        == 172 * (KERNELS_US[8] + LINK_US[8])
+        == added(172, few, 5).measured
+        == added(172, few, 16).measured
+    )
+    more = added(172, few + 1_000_000, 8)
+    assert more.measured == eight.measured and more.reckoned == 7 * 1_000_000 / LINK_BYTES_PER_US
     assert added(0, 0, 1).total == 0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from legato.ops.reduce import Exchange
 
 MOST_RANKS = 8
-#: Rows of one sum: each has a thread block, and all of these must run at once.
+#: Rows of one sum: each has a thread block, or where they are few several, and all of these must run at once.
 MOST_ROWS = 128
 #: 32-bit words of one gather: six rows of logits between two ranks of GLM-5.2, in float32, and 27 between eight.
 MOST_WORDS = 1 << 19

@@ -1,4 +1,4 @@
-// y = x W^T (+ residual) for 17 to 128 rows of x, on the tensor cores' asynchronous product, with W as it is stored.
+// y = x W^T (+ residual) for 33 to 128 rows of x, on the tensor cores' asynchronous product, with W as it is stored.
 //
 // A block computes 64 * HALVES outputs, one warpgroup each 64 of them, for all rows: weights are the left operand, in registers,
 // rows of x the right one, in shared memory. Its RANKS blocks of a cluster share K. Two warps ask for what the others multiply,
@@ -8,8 +8,8 @@
 //
 // A slot is 128 bytes of K of a weight: 64 of bfloat16, or 128 of e4m3, which are widened on the way into registers, exactly;
 // sums over 128 of K are multiplied by their scale in float32. Sums of a rank go from its registers into the shared memory
-// of the rank that owns their eight rows (st.async) and are added in the order of ranks: a row's bits depend on no other row, nor on
-// its place.
+// of the rank that owns their eight rows (st.async) and are added in the order of ranks: a row's bits depend on no other row,
+// nor on its place.
 //
 // Macros: TOKENS: rows, a multiple of 16; HALVES: 1 or 2; RANKS; SLOTS; PACED: slots of weights in flight at first, the others
 // follow as those arrive; RESIDENT: blocks that a multiprocessor must hold; FP8.
@@ -30,7 +30,8 @@ constexpr int EIGHTS = TOKENS / 8, OWN = (EIGHTS + RANKS - 1) / RANKS;       // 
 constexpr int PART_BYTES = COMPUTING * 16;                                   // eight rows' sums of a rank
 // There are registers for a residual meanwhile; and, of e4m3, to widen a slot while the one before it is multiplied.
 constexpr bool ROOMY = !FP8 || TOKENS <= 64;
-constexpr int SECOND = FP8 && TOKENS > 96 ? 0 : 1;  // of two sets of registers for weights, the one that takes turns with the first
+// Of two sets of registers for weights, the one that takes turns with the first, where there is room for two.
+constexpr int SECOND = FP8 && TOKENS > 96 ? 0 : 1;
 static_assert(TOKENS % 16 == 0, "rows of a slot are whole kilobytes");
 
 // Nothing waits longer than for a neighbour's work: a fault ends with an error here, not with a GPU that hangs.
@@ -250,7 +251,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if (warp >= WARPS) {
     if (asks_for_x) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (lane == 0) {
-      const Ring ring = asked_for;
       u64 policy;
       if (asks_for_x)  // all blocks read the rows, one block reads a weight
         asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -259,17 +259,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       Place at = {0, 1};
 #pragma unroll 1
       for (int step = 0; step < count; ++step) {
-        const u32 full = ring.full(at.slot);
-        barrier_wait(ring.empty(at.slot), at.parity);
-        if (!asks_for_x && step >= PACED && step < SLOTS) barrier_wait(ring.full(step - PACED), 0);
+        const u32 full = asked_for.full(at.slot);
+        barrier_wait(asked_for.empty(at.slot), at.parity);
+        if (!asks_for_x && step >= PACED && step < SLOTS) barrier_wait(asked_for.full(step - PACED), 0);
         if (asks_for_x) {
           barrier_expect(full, X_BYTES);
 #pragma unroll
           for (int block = 0; block < BLOCKS; ++block)
-            copy_box(ring.memory + at.slot * X_BYTES + block * TOKENS * 128, &x, ((begin + step) * BLOCKS + block) * 64, 0, full, policy);
+            copy_box(asked_for.memory + at.slot * X_BYTES + block * TOKENS * 128, &x, ((begin + step) * BLOCKS + block) * 64, 0, full,
+                     policy);
         } else {
           barrier_expect(full, WEIGHT_BYTES);
-          copy_box(ring.memory + at.slot * WEIGHT_BYTES, &weight, (begin + step) * BLOCKS * 64, group * OUTPUTS, full, policy);
+          copy_box(asked_for.memory + at.slot * WEIGHT_BYTES, &weight, (begin + step) * BLOCKS * 64, group * OUTPUTS, full,
+                   policy);
         }
         at.advance();
       }
@@ -331,7 +333,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       for (int r = 0; r < RANKS; ++r) {
         float4 part = mine;
         if (r != rank)
-          part = *reinterpret_cast<const float4 *>(memory + (inbox - rings) + ((r - (r > rank)) * OWN + i) * PART_BYTES + threadIdx.x * 16);
+          part = *reinterpret_cast<const float4 *>(memory + (inbox - rings) + ((r - (r > rank)) * OWN + i) * PART_BYTES +
+                                                   threadIdx.x * 16);
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
       }
     }

@@ -15,11 +15,12 @@ SOAK_OUT ?= soak.jsonl
 CLIENTS  := .venv-clients
 CLIENT_VENVS := $(patsubst tests/clients/%/requirements.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/*/requirements.txt))
 
-.PHONY: help demo check check-full check-clients lint types imports test soak soak-http docs clean
+.PHONY: help demo check check-full check-gpu check-clients lint types imports test soak soak-http docs clean
 help:
 	@echo "make demo         install into .venv and generate text from the checkpoint that ships with Legato"
 	@echo "make check        what CI runs: lint, types, import rules, CPU tests"
 	@echo "make check-full   the same and the long tests"
+	@echo "make check-gpu    what only a GPU can show: parity of every kernel, tokens, nothing that waits (JOBS=8 on many cores)"
 	@echo "make check-clients  other projects' clients and testers against the server"
 	@echo "make soak         the engine under a generated load for 30 minutes (MINUTES=...): does everything come back?"
 	@echo "make soak-http    the server under 32 clients (MINUTES=15 suits): the same question, and do both sides count the same?"
@@ -35,6 +36,9 @@ check: lint types imports test
 
 check-full: lint types imports $(VENV)/.installed-dev
 	$(PYTEST) -m "not gpu and not clients" --hypothesis-profile anew
+
+check-gpu: $(VENV)/.installed-dev
+	$(PYTEST) -m "gpu and not full" -n $(JOBS) --durations 10 --durations-min 5
 
 check-clients: $(VENV)/.installed-dev $(CLIENT_VENVS) $(CLIENTS)/npm/.installed
 	@$(PIP) --editable '.[dev,clients]'

@@ -62,6 +62,15 @@ def drawn(
     return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, again, weights))
 
 
+def drawn_bytes(spec: ModelSpec, mesh: Mesh, target: Target | None) -> int:
+    """What the weights of such a share take."""
+    recipe = Recipe(target)
+    return sum(
+        bytes_per_rank(entry, recipe.layout(entry, spec) if entry.kind is Kind.LINEAR else None, mesh.size)
+        for entry in expected(spec)
+    )
+
+
 def routed(share: Share, distinct_experts: float | None, rows: int) -> Share:
     """A drawn share whose routers let `rows` rows reach so many experts between them; `None`: even routing.
 

@@ -142,6 +142,8 @@ def bench_slice(
     asked = Asked(model, dims, tp, rank, layers, dummy, format, draft_weights, dense_format, device, accept_length)
     one = Work(1, 1, 0, iterations, None, latent, overrides(op or []))
     experts = numbers("--distinct-experts", distinct_experts) if distinct_experts is not None else [None]
+    if beside < 0:
+        raise ConfigError(f"--beside must be at least 0, got {beside}")
     if beside and prefill is None:
         raise ConfigError("--beside needs a prompt: --prefill 80K")
     if prefill is not None:

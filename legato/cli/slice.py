@@ -20,12 +20,13 @@ from legato.bench import slice_trace
 from legato.bench.kernels import KernelTime
 from legato.bench.launches import GLM_5_2
 from legato.bench.record import Setting, append
-from legato.bench.share import Share, drawn, first_layers, loaded, routed
+from legato.bench.share import Share, drawn, drawn_bytes, first_layers, loaded, routed
 from legato.bench.slice import Figure, accept_length_at, fields, measure, simulated
 from legato.bench.steady import SliceError, Work, pack, steady
 from legato.cli.bench import device_named
 from legato.cli.tables import table
 from legato.config import MAX_DRAFTS, ConfigError
+from legato.engine.room import check_weights, host_bytes
 from legato.engine.start import open_checkpoint, resident_as, targets_of
 from legato.model.convert import Target
 from legato.model.inventory import stored_spec
@@ -290,6 +291,9 @@ def share_of(asked: Asked, listed: Sequence[Work], device: torch.device) -> Shar
         else stored_spec(open_checkpoint(asked.model))
     )
     spec = first_layers(spec, asked.layers or spec.num_layers)
+    has = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
+    remedy = "give more ranks (--tp), fewer layers (--layers) or another --format or --device"
+    check_weights(drawn_bytes(spec, mesh, FORMATS[asked.format]), has, f"the device ({device})", remedy)
     return drawn(spec, mesh, FORMATS[asked.format], device, dtype, again)
 
 

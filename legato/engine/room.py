@@ -1,12 +1,14 @@
-"""How many tokens the caches hold beside the weights in the memory of a GPU, or in the share of it that was given for both.
+"""How many tokens the caches hold beside the weights in the memory of a GPU, or in the share of it that was given for both; and
+whether weights fit this machine's memory at all.
 
 Owns that arithmetic, which is done before anything is loaded. Must not touch a device or know how weights are counted. Called
-by `legato.engine.start`.
+by `legato.engine.start` and `legato bench slice`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,6 +28,20 @@ def bytes_per_token(spec: ModelSpec, settings: Resolved) -> int:
     if settings.index == "fp8":
         return latent + cache.index_keys
     return latent + cache.index_keys // (spec.index_dim + 4) * 4 * spec.index_dim
+
+
+def host_bytes() -> int:
+    """This machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_weights(weight_bytes: int, memory_bytes: int, where: str, remedy: str) -> None:
+    """Refuses weights that the memory of `where` does not hold: the system would end the process in the middle of loading. Raises
+    ConfigError, which names the `remedy`."""
+    if weight_bytes > memory_bytes:
+        raise ConfigError(
+            f"the weights take {weight_bytes / 1e9:.1f} GB, and {where} has {memory_bytes / 1e9:.1f} GB of memory: {remedy}"
+        )
 
 
 def within_memory(

@@ -17,7 +17,7 @@ from legato.checkpoints import SMALL
 from legato.config import PAGE_SIZE, Config, ConfigError, Resolved, resolve
 from legato.engine.loop import Engine, Launcher
 from legato.engine.ranks.watch import Watch
-from legato.engine.room import within_memory
+from legato.engine.room import check_weights, host_bytes, within_memory
 from legato.engine.selfcheck import SelfCheck
 from legato.model.checkpoint import Checkpoint, Progress, no_progress
 from legato.model.footprint import weights_per_rank
@@ -99,6 +99,10 @@ def load_rank(
     if settings.device == "cpu":
         if config.cache.memory_fraction is not None:
             raise ConfigError("memory_fraction is the share of a GPU's memory; on a CPU give --cache-tokens")
+        weight_bytes = weights_per_rank(inventory, spec, mesh.size, dtype.itemsize)
+        check_weights(
+            weight_bytes, host_bytes(), "this machine", "a CPU keeps them unquantised; use GPUs (--device cuda)"
+        )
     else:
         itemsize = dtype.itemsize if resident is Residency.DENSE else None
 

@@ -52,6 +52,11 @@ def test_without_a_prompt_it_is_refused() -> None:
     assert result.exit_code != 0 and "--prefill" in result.output + str(result.exception)
 
 
+def test_fewer_than_none_are_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "slice", "--device", "cpu", "--prefill", "8K", "--beside", "-1"])
+    assert result.exit_code != 0 and "--beside must be at least 0" in result.output + str(result.exception)
+
+
 def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("legato.bench.beside.ALONE", 4)
     path = tmp_path / "beside.jsonl"

@@ -121,6 +121,14 @@ def test_flags_that_contradict_are_refused(changes: dict[str, object], message: 
         bench_slice(Asked(**{**given, **changes}), [WORK], Shown(0, None, None, 0))
 
 
+def test_a_share_beyond_the_memory_of_the_device_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.cli.slice.host_bytes", lambda: 60_000_000_000)
+    monkeypatch.setattr("legato.cli.slice.drawn", lambda *_: pytest.fail("nothing must be drawn"))
+    asked = Asked(None, "glm-5.2", 8, 0, None, True, "nvfp4", "stored", "stored", "cpu", None)
+    with pytest.raises(ConfigError, match=r"take 62\.\d GB, and the device \(cpu\) has 60\.0 GB of memory: .*--layers"):
+        bench_slice(asked, [WORK], Shown(0, None, None, 0))
+
+
 def test_more_layers_than_there_are_are_refused(tiny: ModelSpec) -> None:
     with pytest.raises(SpecError, match="4 layers; asked for 5"):
         first_layers(tiny, 5)

@@ -56,6 +56,18 @@ def test_weights_and_caches_fill_the_share(checkpoint: Checkpoint, latent: str, 
     assert found.context == min(8192, found.cache_tokens - PAGE_SIZE)
 
 
+def test_weights_beyond_the_memory_of_this_machine_are_refused_before_they_are_loaded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("legato.engine.start.host_bytes", lambda: 60_000_000)
+    monkeypatch.setattr("legato.engine.start.load_weights", lambda *_, **__: pytest.fail("nothing must be loaded"))
+    config = Config(execution=ExecutionConfig(device="cpu"))
+    with pytest.raises(
+        ConfigError, match=r"the weights take [\d.]+ GB, and this machine has 0\.1 GB of memory: .*--device cuda"
+    ):
+        load_rank(config, checkpoint)
+
+
 def test_a_context_that_was_asked_for_must_fit(checkpoint: Checkpoint) -> None:
     def sized(fraction: float, context: int | None) -> Resolved:
         cache = CacheConfig("bfloat16", "fp8", memory_fraction=fraction)

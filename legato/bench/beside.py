@@ -89,12 +89,11 @@ class BesideFigure:
 
     def fields(self, share: Share, beside: Beside, work: Work, case: Mapping[str, Any]) -> dict[str, Any]:
         """As one line of a record, without the setting. `case`: what else tells figures apart."""
-        mesh = share.communicator.mesh
         return {
             "bench": "beside",
             "name": share.spec.name,
             "implementation": "engine",
-            "case": {"tp": mesh.size, "rank": mesh.rank, "layers": share.spec.num_layers, **case},
+            "case": {**share.fields, **case},
             **work.fields,
             "new_tokens": beside.new,
             "chunk_tokens": max(len(extend.tokens) for turn in self.turns for extend in turn.plan.extends),

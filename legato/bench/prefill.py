@@ -75,12 +75,11 @@ def measure_prefill(share: Share, prompt: Prompt, work: Work, device: torch.devi
 
 def prefill_fields(share: Share, prompt: Prompt, figure: PrefillFigure, case: Mapping[str, Any]) -> dict[str, Any]:
     """As one line of a record, without the setting. `case`: what else tells figures apart."""
-    mesh = share.communicator.mesh
     return {
         "bench": "prefill",
         "name": share.spec.name,
         "implementation": "chunks",
-        "case": {"tp": mesh.size, "rank": mesh.rank, "layers": share.spec.num_layers, **case},
+        "case": {**share.fields, **case},
         "new_tokens": prompt.new,
         "cached_tokens": prompt.cached,
         "chunk_tokens": prompt.chunk,

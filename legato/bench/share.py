@@ -34,6 +34,12 @@ class Share:
     communicator: LoopBack
     traffic: Traffic
 
+    @property
+    def fields(self) -> dict[str, int]:
+        """Which part of how much it is, as a line of a record names it."""
+        mesh = self.communicator.mesh
+        return {"tp": mesh.size, "rank": mesh.rank, "layers": self.spec.num_layers}
+
 
 def first_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
     """The model of the first `num_layers` decoder layers, with its MTP layer. Raises `SpecError` for more than there are."""
@@ -56,19 +62,20 @@ def drawn(
     Raises:
         SpecError: the ranks do not divide a width.
     """
-    recipe = Recipe(target)
-    formats = {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
-    weights = dummy_weights(spec, mesh, recipe, device=device, dtype=dtype, again=again)
-    return Share(spec, weights, LoopBack(mesh), _traffic(spec, formats, mesh, again, weights))
+    weights = dummy_weights(spec, mesh, Recipe(target), device=device, dtype=dtype, again=again)
+    return Share(spec, weights, LoopBack(mesh), _traffic(spec, _formats(spec, target), mesh, again, weights))
 
 
 def drawn_bytes(spec: ModelSpec, mesh: Mesh, target: Target | None) -> int:
     """What the weights of such a share take."""
+    formats = _formats(spec, target)
+    return sum(bytes_per_rank(entry, formats.get(entry.name), mesh.size) for entry in expected(spec))
+
+
+def _formats(spec: ModelSpec, target: Target | None) -> dict[str, Format]:
+    """Of the linears, by name, where weights are drawn."""
     recipe = Recipe(target)
-    return sum(
-        bytes_per_rank(entry, recipe.layout(entry, spec) if entry.kind is Kind.LINEAR else None, mesh.size)
-        for entry in expected(spec)
-    )
+    return {entry.name: recipe.layout(entry, spec) for entry in expected(spec) if entry.kind is Kind.LINEAR}
 
 
 def routed(share: Share, distinct_experts: float | None, rows: int) -> Share:

@@ -95,14 +95,13 @@ def measure(share: Share, work: Work, device: torch.device, bound: Bindings) -> 
 
 def fields(share: Share, work: Work, figure: Figure, gpu: str | None, case: Mapping[str, Any]) -> dict[str, Any]:
     """As one line of a record, without the setting and without tokens per second. `case`: what else tells figures apart."""
-    mesh = share.communicator.mesh
     # As many experts as were reached: of several requests, drawn weights promise nothing.
     num_bytes = round(share.traffic.iteration(work.batch, work.num_drafts, work.context, figure.experts_reached))
     return {
         "bench": "slice",
         "name": share.spec.name,
         "implementation": figure.how,
-        "case": {"tp": mesh.size, "rank": mesh.rank, "layers": share.spec.num_layers, **case},
+        "case": {**share.fields, **case},
         **work.fields,
         "experts_reached": figure.experts_reached,
         **figure.spread.fields,

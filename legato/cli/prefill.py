@@ -19,7 +19,7 @@ from legato.bench.share import Share
 from legato.bench.steady import SliceError, Work
 from legato.cli.bench import device_named
 from legato.cli.flags import numbers
-from legato.cli.slice import Asked, Shown, as_an_engine, case_of, kernel_table, routed_share_of
+from legato.cli.slice import Asked, Shown, as_an_engine, case_of, kernel_table, routed_share_of, words
 from legato.cli.tables import table
 from legato.config import MAX_DRAFTS, ConfigError
 
@@ -109,12 +109,10 @@ def _print_beside(
     console: Console, share: Share, work: Work, figure: BesideFigure, line: dict[str, Any], setting: Setting
 ) -> None:
     spec, mesh = share.spec, share.communicator.mesh
-    requests = "1 request" if work.batch == 1 else f"{work.batch} requests"
     times = ", ".join(f"{name} {line[f'times_{name}']:.2f}" for name in ("median", "p90", "p99", "most"))
     lines = [
         f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}: {line['new_tokens']:,} tokens in chunks of "
-        f"{line['chunk_tokens']:,} beside {requests} of {work.context:,} tokens, K = {work.num_drafts}; exchanges between ranks "
-        "are not in it",
+        f"{line['chunk_tokens']:,} beside {words(work)}; exchanges between ranks are not in it",
         f"iteration alone {1e3 * figure.alone:.3f} ms; beside the prompt, times that: {times} ({line['iterations']} iterations, "
         f"{line['iterations_over']} over {line['slowdown']:g})",
         f"the prompt's first token after {figure.first_token:.2f} s",

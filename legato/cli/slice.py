@@ -109,11 +109,11 @@ def bench_slice(asked: Asked, listed: Sequence[Work], shown: Shown) -> list[dict
             share = routed(share, work.distinct_experts, work.num_drafts + 1)
         lines.append(_measure(console, asked, share, work, bound, shown, most))
         if shown.trace is not None:
-            recorded.append(_trace(console, asked, share, work, shown, "" if len(listed) == 1 else _words(work)))
+            recorded.append(_trace(console, asked, share, work, shown, "" if len(listed) == 1 else words(work)))
             # Each time anew: what was recorded stays if a later one fails.
             title = f"{share.spec.name}{f' in {asked.format.upper()}' if is_drawn(asked) else ''}, "
             title += f"{share.spec.num_layers} layers, rank of {share.communicator.mesh.size}"
-            title += f": {_words(work)}" if len(listed) == 1 else ""
+            title += f": {words(work)}" if len(listed) == 1 else ""
             slice_trace.write(shown.trace, title, conditions_of(Setting.here(device)), recorded)
     return lines
 
@@ -177,7 +177,7 @@ def _trace(console: Console, asked: Asked, share: Share, work: Work, shown: Show
     return found
 
 
-def _words(work: Work) -> str:
+def words(work: Work) -> str:
     """What is recorded, in words."""
     experts = "" if work.distinct_experts is None else f", {work.distinct_experts:g} experts"
     requests = "1 request" if work.batch == 1 else f"{work.batch} requests"
@@ -308,7 +308,7 @@ def _print(
 ) -> None:
     spec, mesh, spread = share.spec, share.communicator.mesh, figure.spread
     lines = [
-        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}; {_words(work)} "
+        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}; {words(work)} "
         f"(contexts written, not prefilled), {asked.drafts} draft weights, dense weights "
         f"{'as stored' if asked.dense == 'stored' else 'in FP8'}",
         f"iteration {spread.median_us / 1e3:.3f} ms (p20 {spread.p20_us / 1e3:.3f}, p80 {spread.p80_us / 1e3:.3f}; "

@@ -75,17 +75,11 @@ def _in_quads(what: Experts, rows: int) -> bool:
     return rows > ROWS_AT_ONCE and what.hidden // 128 % WARPS == 0
 
 
-def _quads_rows(what: Experts, rows: int) -> int:
-    return _QUADS_ROWS if rows <= FEWER_ROWS else _MANY_ROWS[what.routed]
-
-
-def _most_buffers(quads: bool, rows: int) -> int:
-    return _MANY_BUFFERS if quads and rows > FEWER_ROWS else _MOST_BUFFERS
-
-
-def _rows_held(rows: int) -> int:
-    """Rows of x in shared memory: few sizes, so that few kernels are compiled."""
-    return next(held for held in (1, 2, 4, 6, ROWS_AT_ONCE) if held >= min(rows, ROWS_AT_ONCE))
+def _sharers_and_held(what: Experts, rows: int) -> tuple[int, int]:
+    """Warps that share a unit, and rows of x in shared memory: few sizes, so that few kernels are compiled."""
+    if _in_quads(what, rows):
+        return _SHARERS, _QUADS_ROWS if rows <= FEWER_ROWS else _MANY_ROWS[what.routed]
+    return WARPS, next(held for held in (1, 2, 4, 6, ROWS_AT_ONCE) if held >= min(rows, ROWS_AT_ONCE))
 
 
 def _most_tiles(rows: int, held: int, choices: int, experts: int) -> int:
@@ -107,7 +101,7 @@ def _x_bytes(what: Experts, held: int, sharers: int) -> int:
 def most_rows(what: Experts, choices: int) -> int:
     """Rows that one launch takes: which pairs name an expert is marked where the rows of a tile lie later."""
     rows = MOST_ROWS[what.routed]
-    sharers, held = (_SHARERS, _quads_rows(what, rows)) if _in_quads(what, rows) else (WARPS, ROWS_AT_ONCE)
+    sharers, held = _sharers_and_held(what, rows)
     bits = what.num_experts * -(-rows * choices // 32) * 4
     return rows if bits <= _x_bytes(what, held, sharers) else FEWER_ROWS
 
@@ -116,7 +110,7 @@ def most_rows(what: Experts, choices: int) -> int:
 def cut(what: Experts, rows: int, choices: int) -> Cut:
     """The kernel for up to `rows` rows (a class of rows: see `row_class`)."""
     quads, warps = _in_quads(what, rows), WARPS
-    sharers, held = (_SHARERS, _quads_rows(what, rows)) if quads else (warps, _rows_held(rows))
+    sharers, held = _sharers_and_held(what, rows)
     strips, slice_k = -(-what.hidden // 16 // what.blocks), _slice_k(what)
     pairs, tiles = rows * choices, _most_tiles(rows, held, choices, what.num_experts)
     lean = pairs > _LEAN_PAIRS
@@ -127,7 +121,8 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
     # The largest copies of which two are in flight, then as many buffers as leave room for them.
     room = _SHARED_BYTES - static - x_bytes
     chunks = [made for made in _chunks(what, slice_k, rows) if not quads or _divides(what, slice_k, made[0])]
-    for (chunk, shared_chunk), buffers in product(chunks, range(_most_buffers(quads, rows), 1, -1)):
+    most_buffers = _MANY_BUFFERS if quads and rows > FEWER_ROWS else _MOST_BUFFERS
+    for (chunk, shared_chunk), buffers in product(chunks, range(most_buffers, 1, -1)):
         slot = chunk * STEP_BYTES[what.routed]
         if what.shared is not None:
             slot = max(slot, shared_chunk * STEP_BYTES[what.shared])
@@ -191,7 +186,7 @@ def _divides(what: Experts, slice_k: int, chunk: int) -> bool:
 
 def row_class(rows: int) -> int:
     """The number of rows that a launch of `rows` rows is compiled for."""
-    return next(most for most in (1, 2, 4, 6, 8, 16, 32, FEWER_ROWS, 128, 192) if most >= rows)
+    return next(most for most in (1, 2, 4, 6, 8, 16, 32, FEWER_ROWS, *sorted({*MOST_ROWS.values()})) if most >= rows)
 
 
 @cache

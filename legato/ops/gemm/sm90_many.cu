@@ -57,6 +57,8 @@ __device__ __forceinline__ void copy_box(u32 target, const CUtensorMap *map, int
       : "memory");
 }
 
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 __device__ __forceinline__ u32 at_rank(u32 address, u32 rank) {
   u32 there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -250,16 +252,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   if (warp >= WARPS) {
     if (asks_for_x) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (lane == 0) {
-      u64 policy;
-      if (asks_for_x)  // all blocks read the rows, one block reads a weight
-        asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-      else
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      Place at = {0, 1};
+    u64 policy;
+    if (asks_for_x)  // all blocks read the rows, one block reads a weight
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    else
+      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    Place at = {0, 1};
 #pragma unroll 1
-      for (int step = 0; step < count; ++step) {
-        const u32 full = asked_for.full(at.slot);
+    for (int step = 0; step < count; ++step) {
+      if (RANKS > 1 && step == SLOTS) cluster_wait();  // long over: who empties slots has come past it
+      const u32 full = asked_for.full(at.slot);
+      if (lane == 0) {
         barrier_wait(asked_for.empty(at.slot), at.parity);
         if (!asks_for_x && step >= PACED && step < SLOTS) barrier_wait(asked_for.full(step - PACED), 0);
         if (asks_for_x) {
@@ -273,16 +276,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
           copy_box(asked_for.memory + at.slot * WEIGHT_BYTES, &weight, (begin + step) * BLOCKS * 64, group * OUTPUTS, full,
                    policy);
         }
-        at.advance();
       }
+      __syncwarp();
+      at.advance();
     }
-    __syncwarp();
-    if (RANKS > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    if (RANKS > 1 && count <= SLOTS) cluster_wait();
     return;
   }
 
   // The others' barriers are there. Now, where nothing waits for it.
-  if (RANKS > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (RANKS > 1) cluster_wait();
   // A lane's pairs of outputs, transposed: of row lane / 4 of an eight, two neighbours, and the two eight behind them.
   const int strip = group * OUTPUTS + warp * 16;
   const int output = strip + lane % 4 * 2;

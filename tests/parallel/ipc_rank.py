@@ -32,7 +32,7 @@ def parity(ipcs, calls):
     (ipc,) = ipcs
     wrong = 0
     for call in range(calls):
-        residual, partials, weight = draw(call, (6, 1, 16, 128)[call % 4], ipc.mesh.size)
+        residual, partials, weight = draw(call, (6, 1, 16, 128, 200)[call % 5], ipc.mesh.size)
         h, normed = ipc.add_norm(partials[ipc.mesh.rank], residual, weight, EPS)
         found = expected(residual, partials, weight)
         wrong += int((h != found[0]).sum())

@@ -30,6 +30,8 @@ _MOST_THREADS = 768
 _GATHER_THREADS = 256
 #: Blocks that share a row of a sum, of those the most that have whole warps each.
 _BLOCKS = (8, 4, 2)
+#: Sums through an inbox, one after the other, up to which rows that are more than it takes go through it all the same.
+_MOST_CALLS = 4
 #: Up to so many ranks: rows of a sum up to which blocks share each of them. Many ranks have too many words for one block; for few
 #: it pays while a sum leaves most multiprocessors idle.
 _SHARED_ROWS = {4: 8, MOST_RANKS: 32}
@@ -141,15 +143,12 @@ def add_rms_norm_sm90(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
 def all_reduce_add_norm_sm90(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: Exchange
 ) -> tuple[Tensor, Tensor]:
-    """Through inboxes in one launch, where the exchange has one that takes so many rows of this width; else what the exchange
-    gathers, summed and normed in one launch; PyTorch for other types and widths."""
+    """Through inboxes, where the exchange has one for rows of this width and they are few; else what the exchange gathers,
+    summed and normed in one launch; PyTorch for other types and widths."""
     if is_served(weight, partial, residual):
         rows, width = residual.shape
-        if isinstance(exchange, Inbox) and rows <= exchange.shape.rows and width == exchange.shape.width:
-            how = _launch(rows, width, blocks(exchange.shape, rows))
-            own = ctypes.c_uint64(exchange.address)
-            kernel = sum_kernel(exchange.shape, rows)
-            return _add_norm(kernel, how, residual, weight, eps, dense(partial), own, exchange.rank)
+        if isinstance(exchange, Inbox) and rows <= _MOST_CALLS * exchange.shape.rows and width == exchange.shape.width:
+            return _through_inbox(partial, residual, weight, eps, exchange)
         parts = exchange.gather(partial)
         if 1 < len(parts) <= MOST_RANKS:
             everyone = [*map(dense, parts), *[None] * (MOST_RANKS - len(parts))]
@@ -158,6 +157,22 @@ def all_reduce_add_norm_sm90(
         exchange = Recorded((), tuple(parts[1:]))
         partial = parts[0]
     return all_reduce_add_norm.reference(partial, residual, weight, eps, exchange)
+
+
+def _through_inbox(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: Inbox
+) -> tuple[Tensor, Tensor]:
+    """In one launch, or as many as there are times the rows that the inbox takes."""
+    partial, residual, weight = dense(partial), dense(residual), dense(weight)
+    h, normed = torch.empty_like(residual), torch.empty_like(residual)
+    own, (rows, width), most = ctypes.c_uint64(exchange.address), residual.shape, exchange.shape.rows
+    for first in range(0, rows, most):
+        some = slice(first, min(first + most, rows))
+        count = some.stop - first
+        how = _launch(count, width, blocks(exchange.shape, count))
+        kernel = sum_kernel(exchange.shape, count)
+        kernel(how, residual[some], weight, h[some], normed[some], eps, partial[some], own, exchange.rank)
+    return h, normed
 
 
 @all_gather.on("sm90")

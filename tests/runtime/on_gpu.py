@@ -37,15 +37,17 @@ SPEC = stored_spec(CHECKPOINT)
 
 
 @cache
-def weights(device: str, dtype: str) -> GlmWeights:
-    bind(targets_of(device))
+def weights(device: str, dtype: str, targets: tuple[str, ...]) -> GlmWeights:
+    """In the order that the ops of `targets` read."""
+    bind(targets)
     return load_weights(CHECKPOINT, SPEC, device=device, dtype=getattr(torch, dtype), resident=Residency.DENSE)
 
 
 def engine(device: str = "cuda", dtype: str = "float32", num_drafts: int = 5, **changes: object) -> Engine:
     torch.backends.cuda.matmul.allow_tf32 = False
-    loaded, spec = weights(device, dtype), SPEC
-    bind(targets_of(device))
+    targets = targets_of(device)
+    loaded, spec = weights(device, dtype, targets), SPEC
+    bind(targets)
     if not num_drafts:
         loaded, spec = replace(loaded, mtp=None), replace(spec, has_mtp=False)
     base: Resolved = resolve(Config(), max_position=SPEC.max_position, has_mtp=True, cuda_available=device == "cuda")

@@ -44,12 +44,14 @@ class PrefillFigure:
         host_us: of launching all chunks, median.
         kernels: of one prompt; empty on a CPU.
         peak_bytes: of device memory while a prompt ran, beyond what was there before.
+        padded_to: rows of the graph that the last chunk ran in, if it did.
     """
 
     spread: Spread
     host_us: float
     kernels: tuple[KernelTime, ...]
     peak_bytes: int
+    padded_to: int | None
 
 
 def measure_prefill(share: Share, prompt: Prompt, work: Work, device: torch.device) -> PrefillFigure:
@@ -61,6 +63,11 @@ def measure_prefill(share: Share, prompt: Prompt, work: Work, device: torch.devi
     made = Work(1, prompt.cached + prompt.new, work.num_drafts, 1, work.distinct_experts, work.latent, work.ops)
     state = steady(share, made, device, graphs="off")
     plans = [*_plans(prompt, share.spec.vocab_size, work.num_drafts)]
+    ends = state.runner.ends
+    size = None if ends is None else ends.size_of(len(plans[-1].extends[0].tokens))
+    if ends is not None and size is not None:
+        with torch.inference_mode():
+            ends.capture(size)
     on_gpu = device.type == "cuda"
     before = 0
     if on_gpu:
@@ -70,7 +77,7 @@ def measure_prefill(share: Share, prompt: Prompt, work: Work, device: torch.devi
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
     kernels = kernel_times(lambda: _run(state, plans, device)) if on_gpu else ()
     spread = Spread.of([whole for whole, _ in runs], "stream" if on_gpu else "cpu")
-    return PrefillFigure(spread, statistics.median(host for _, host in runs), kernels, peak)
+    return PrefillFigure(spread, statistics.median(host for _, host in runs), kernels, peak, size)
 
 
 def prefill_fields(share: Share, prompt: Prompt, figure: PrefillFigure, case: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +92,7 @@ def prefill_fields(share: Share, prompt: Prompt, figure: PrefillFigure, case: Ma
         "chunk_tokens": prompt.chunk,
         **figure.spread.fields,
         "host_us": figure.host_us,
+        "padded_to": figure.padded_to,
         "repeats": prompt.repeats,
         "tokens_per_s": 1e6 * prompt.new / figure.spread.median_us,
         "kernels": sum(kernel.calls for kernel in figure.kernels) or None,

@@ -142,6 +142,8 @@ def _print(
         f"{prompt.repeats} runs), {line['tokens_per_s']:,.0f} tokens/s, {figure.host_us / 1e3:.1f} ms of host time to launch; "
         "exchanges between ranks are not in it",
     ]
+    if figure.padded_to is not None:
+        lines.append(f"the last chunk ran in the graph of {figure.padded_to} rows")
     if figure.peak_bytes:
         lines.append(f"{figure.peak_bytes / 1e9:.2f} GB of device memory beyond weights and caches, at most")
     lines.append(setting.machine)

@@ -16,9 +16,9 @@ from legato.config import PAGE_SIZE
 from legato.model.spec import ModelSpec
 from legato.model.step import Prompt, Step
 from legato.ops import cache_slots, chain_rows, decode_rows, gather_rows, rope_angles
-from legato.plan import Plan
+from legato.plan import Extend, Plan
 from legato.runtime.rows import Rows
-from legato.runtime.staging import staged
+from legato.runtime.staging import stage_into, staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,9 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec) -> Batch:
     return Batch(ids, next_ids, step, samplers)
 
 
-SHARED_ROWS, SHARED_TOKENS = 256, 12288
-"""From so many rows of one request, and up to so many tokens of it, rows share tokens: beyond, each had better read its own."""
+SHARED_ROWS, SHARED_TOKENS, TOKENS_PER_ROW = 256, 12288, 12
+"""From so many rows of one request, up to so many tokens of it and up to so many for each of the rows, rows share tokens: beyond,
+each had better read its own. Sharing rows go through all tokens, which takes as long for few rows as for many."""
 
 
 def _prompt(plan: Plan, rows: Rows) -> Prompt | None:
@@ -150,7 +151,8 @@ def _prompt(plan: Plan, rows: Rows) -> Prompt | None:
         return None
     extend = plan.extends[0]
     length = extend.start + len(extend.tokens)
-    if len(extend.tokens) < SHARED_ROWS or length > SHARED_TOKENS:
+    num_rows = len(extend.tokens)
+    if num_rows < SHARED_ROWS or length > min(SHARED_TOKENS, TOKENS_PER_ROW * num_rows):
         return None
     pages = rows.page_table[extend.row, : -(-length // PAGE_SIZE)]
     offsets = torch.arange(PAGE_SIZE, dtype=torch.int32, device=pages.device)
@@ -219,6 +221,60 @@ def decode_batch(sampler_rows: Tensor, rows: Rows, spec: ModelSpec, layout: Layo
     )
     step = Step(positions, request, rows.page_table, visible, slots, cos, sin)
     return Batch(ids, layout.next_ids, step, samplers)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEnd:
+    """The end of one prompt, padded to T rows: tensors that last, so that a graph can hold the batch.
+
+    Its rows stand last, so that the last one always samples; in front of them is padding, device row 0 at position 0.
+
+    Attributes:
+        inputs: [4, T] int64: tokens, those that follow them (0 behind the last), positions, device rows.
+        sampler_of, offset: [T] int64, as in `Samplers`.
+        num_drafts: [1] int64, none.
+    """
+
+    inputs: Tensor
+    sampler_of: Tensor
+    offset: Tensor
+    num_drafts: Tensor
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> PromptEnd:
+        """For T = `size`; padding alone."""
+        inputs = torch.zeros((4, size), dtype=torch.int64, device=device)
+        sampler_of = torch.full((size,), -1, dtype=torch.int64, device=device)
+        sampler_of[-1] = 0
+        return cls(inputs, sampler_of, torch.zeros_like(sampler_of), inputs.new_zeros(1))
+
+    @property
+    def size(self) -> int:
+        """T."""
+        return self.inputs.shape[1]
+
+    def stage(self, extend: Extend) -> None:
+        """Writes the last chunk of a prompt, of at most T tokens: one copy, behind what was issued before."""
+        count = len(extend.tokens)
+        padding = [0] * (self.size - count)
+        positions = range(extend.start, extend.start + count)
+        columns = extend.tokens, (*extend.tokens[1:], 0), positions, [extend.row] * count
+        stage_into(self.inputs.view(-1), [number for column in columns for number in (*padding, *column)])
+
+    def batch(self, rows: Rows, spec: ModelSpec) -> Batch:
+        """The batch of what was staged last; nothing is read on the host of a GPU."""
+        ids, next_ids, positions, device_rows = self.inputs.unbind(0)
+        last = slice(-1, None)
+        samplers = Samplers(
+            rows=device_rows[last],
+            base=positions[last],
+            num_drafts=self.num_drafts,
+            drafts=self.inputs.new_empty((1, 0)),
+            row_index=torch.full_like(self.inputs[:1, :1], self.size - 1),
+            sampler_of=self.sampler_of,
+            offset=self.offset,
+        )
+        return Batch(ids, next_ids, make_step(positions, device_rows, rows, spec), samplers)
 
 
 def make_step(positions: Tensor, device_rows: Tensor, rows: Rows, spec: ModelSpec) -> Step:

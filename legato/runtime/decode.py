@@ -149,11 +149,10 @@ class Decoder:
         return self._ring(key)
 
     def _captured(self, key: Key, work: Callable[[], T]) -> T:
-        work()
+        made = self.graphs.capture(key, work)
         if key in self._rings:
-            self._rings[key].take()  # the letter of that run, which nobody reads
-        torch.cuda.synchronize()
-        return self.graphs.capture(key, work)
+            self._rings[key].take()  # the letter of the run before, which nobody reads
+        return made
 
     def _begin(self, key: Key) -> Begun:
         batch = self._batch(key.bucket, key.num_drafts)

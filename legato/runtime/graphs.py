@@ -18,8 +18,9 @@ from legato.runtime.draw import Variant
 from legato.runtime.staging import stage_into
 
 T = TypeVar("T")
-Part = Variant | Literal["target", "drafts"]
-"""What a graph holds: a whole iteration with its way of sampling, or what stands before the choice of tokens, or behind it."""
+Part = Variant | Literal["target", "drafts", "prompt"]
+"""What a graph holds: a whole iteration with its way of sampling, what stands before the choice of tokens, or behind it; or
+the end of a prompt."""
 
 
 def buckets(max_running: int) -> tuple[int, ...]:
@@ -63,7 +64,7 @@ class Seats:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a graph is captured for."""
+    """What a graph is captured for. `bucket`: requests that decode, or rows of a prompt's end."""
 
     bucket: int
     num_drafts: int
@@ -112,9 +113,10 @@ class Graphs:
         return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._pool))
 
     def capture(self, key: Key, work: Callable[[], T]) -> T:
-        """Records `work`, and returns what it leaves. It has run before in this process, so that nothing is compiled or loaded
-        now. Nothing is executed, so the device table stays as it is.
-        """
+        """Runs `work` once, so that nothing is compiled or loaded afterwards, and records it: then nothing is executed, so the
+        device table stays as that run left it. Returns what the graph leaves."""
+        work()
+        torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         started, before = time.perf_counter(), self.pool_bytes

@@ -19,6 +19,8 @@ from legato.model.step import LayerCache
 from legato.model.weights import GlmWeights
 from legato.ops import linear_draft
 from legato.parallel import ALONE, Communicator
+from legato.parallel.communicators import SingleRank
+from legato.parallel.loopback import LoopBack
 from legato.plan import Admit, Emission, Extend, Outcome, Plan
 from legato.runtime.batch import Batch, build_batch
 from legato.runtime.cache import CacheLayout
@@ -30,6 +32,7 @@ from legato.runtime.graphs import buckets
 from legato.runtime.host import HostPages
 from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
 from legato.runtime.mailbox import Letter, Line, Mailbox, Ring
+from legato.runtime.prompt_ends import PromptEnds
 from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration
 from legato.types import ParameterError, SamplingParams, TokenLogprob
@@ -139,7 +142,13 @@ class Runner:
             caches = CacheLayout(spec, settings.latent, settings.index).allocate(settings.num_pages, settings.device)
         self.iteration = Iteration(target, mtp, caches, settings.draft_threshold)
         device = torch.device(settings.device)
-        self.decoder = Decoder(self.iteration, self.rows, settings) if device.type == "cuda" else None
+        self.decoder: Decoder | None = None
+        self.ends: PromptEnds | None = None
+        if device.type == "cuda":
+            self.decoder = Decoder(self.iteration, self.rows, settings)
+            if isinstance(communicator, SingleRank | LoopBack):  # such graphs have not run among ranks yet
+                depth, graphs = self.decoder.split_depth, self.decoder.graphs
+                self.ends = PromptEnds(self.iteration, self.rows, settings, depth, graphs)
         self.mailbox = Mailbox(buckets(settings.max_running)[-1], 2 * MAX_DRAFTS + 1, device)
         self.host = HostPages(caches, settings.host_pages) if settings.host_pages else None
         self.grammars: Grammars | None = None
@@ -198,6 +207,8 @@ class Runner:
         end = self.spec.num_layers + 1
         layers = range(end) if plan.layers is None else plan.layers
         only = replace(plan, decodes=())
+        if self.ends is not None and (size := self._size_of_end(self.ends, plan)) is not None:
+            return self._end(self.ends, only, size)
         if layers.start == 0:
             batch = build_batch(only, self.rows, self.spec).within(self.settings.score_bytes)
             held = _Pass(plan.extends, batch, self.iteration.target.enter(batch.ids))
@@ -212,14 +223,32 @@ class Runner:
         self._pass = replace(held, midway=midway)
         return Flight(plan, ())
 
-    def _land(self, plan: Plan, batch: Batch, midway: Midway) -> Flight:
-        """The rest of the layers, and all that comes behind them."""
+    def _size_of_end(self, ends: PromptEnds, plan: Plan) -> int | None:
+        """To how many rows the plan's prompts are padded: those of a single one that ends here, in a pass that is not cut."""
+        if plan.layers is not None or len(plan.extends) != 1 or plan.extends[0].next_token is not None:
+            return None
+        return ends.size_of(len(plan.extends[0].tokens))
+
+    def _end(self, ends: PromptEnds, plan: Plan, size: int) -> Flight:
+        """The end of one prompt, padded: one graph, or kernel by kernel where something asks for more than the token of
+        a plain choice. Both run the same rows, padding included, so the bits are the same."""
+        (extend,) = plan.extends
+        row = (extend.row,)
+        ends.stage(size, extend)
+        if self._is_plain(row) and self._admitted[extend.row].prompt_logprobs < 0:
+            letter = self.mailbox.post(ends.launch(size))
+            return Flight(plan, (Part(row, letter, None, (-1,), self._plain_of(row)),))
+        batch = ends.batch(size)
+        return self._land(plan, batch, self.iteration.target.enter(batch.ids), size - len(extend.tokens))
+
+    def _land(self, plan: Plan, batch: Batch, midway: Midway, padding: int = 0) -> Flight:
+        """The rest of the layers, and all that comes behind them. `padding`: rows in front of those of the plan."""
         iteration = self.iteration
         hidden = iteration.target.through(midway, batch.step, iteration.caches, self.spec.num_layers).normed
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
         draw = self._draw(sampler_rows, num_drafts=0)
         verified = iteration.finish(hidden, batch, self.rows, draw, plan.num_drafts)
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden[padding:])
         if verified is None:
             return Flight(plan, (), prompt_logprobs)
         (num_requests, width), num_drafts = verified.sampled.shape, verified.drafts.shape[1]
@@ -236,8 +265,7 @@ class Runner:
         """The steady state on a GPU: one graph, or two where something asks for more than the tokens of a plain choice."""
         rows, variant = plan.decodes, self._variant(plan.decodes)
         bucket = decoder.seats.seat(rows)
-        is_plain = all(self._admitted[row].logprobs < 0 and not self._controls.holds(row) for row in rows)
-        if is_plain:
+        if self._is_plain(rows):
             letter = self.mailbox.post(decoder.launch(decoder.key(bucket, variant, plan.num_drafts)))
             return Part(rows, letter, None, (-1,) * len(rows), self._plain_of(rows))
         key, begun = decoder.begin(len(rows))
@@ -255,6 +283,10 @@ class Runner:
                     self._gated[row].unread = (letter, index)
         wanted = tuple(self._admitted[row].logprobs for row in rows)
         return Part(rows, letter, self._logprobs(logits, sampled, wanted), wanted, self._plain_of(rows))
+
+    def _is_plain(self, rows: Sequence[int]) -> bool:
+        """Whether the token of a plain choice is all that rows want."""
+        return all(self._admitted[row].logprobs < 0 and not self._controls.holds(row) for row in rows)
 
     def _plain_of(self, rows: tuple[int, ...]) -> frozenset[int]:
         return frozenset(row for row in rows if self._admitted[row].num_drafts == 0)

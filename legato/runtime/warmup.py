@@ -20,6 +20,7 @@ from legato.plan import Extend, Plan
 from legato.runtime.batch import build_batch
 from legato.runtime.decode import Decoder
 from legato.runtime.draw import CHOICES, PlainDraw, Variant
+from legato.runtime.prompt_ends import PromptEnds
 from legato.runtime.runner import Runner
 
 LOG = logging.getLogger(__name__)
@@ -63,13 +64,16 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
     torch.cuda.synchronize()
     started = time.perf_counter()
     LOG.info("%d kernels compiled in %.1f s", compilations() - before, started - began)
+    captured = runner.ends.sizes if runner.ends is not None and runner.settings.graphs else ()
     for done, size in enumerate(sizes):
         report(f"warming up prompts of {size}", done, len(sizes))
+        if size in captured:
+            continue  # runs before it is captured
         run_prompt(runner, size, CHOICES if size == sizes[-1] else ("greedy",))
     torch.cuda.synchronize()
     prompts_done = time.perf_counter()
     LOG.info("warm-up of prompts: %.1f s, %d kernels compiled", prompts_done - started, compilations() - before)
-    pool_bytes = _capture(decoder, report) if runner.settings.graphs else 0
+    pool_bytes = _capture(decoder, runner.ends, report) if runner.settings.graphs else 0
     took = WarmUp(
         compile_seconds=started - began,
         prompt_seconds=prompts_done - started,
@@ -120,10 +124,15 @@ def run_prompt(runner: Runner, size: int, variants: Collection[Variant]) -> None
     runner.rows.drafted[0].fill_(0)
 
 
-def _capture(decoder: Decoder, report: Report) -> int:
+def _capture(decoder: Decoder, ends: PromptEnds | None, report: Report) -> int:
     """Captures all graphs; returns the memory of their pool."""
-    total = len(decoder.graph_keys())
-    for done, key in enumerate(decoder.capture_all()):
+    sizes = () if ends is None else ends.sizes[::-1]
+    total = len(decoder.graph_keys()) + len(sizes)
+    for done, size in enumerate(sizes):
+        assert ends is not None
+        report(f"capturing ends of prompts of {size}", done, total)
+        ends.capture(size)
+    for done, key in enumerate(decoder.capture_all(), len(sizes)):
         report(f"capturing {key.part} of batches of {key.bucket}", done, total)
     torch.cuda.synchronize()
     return decoder.graphs.pool_bytes

@@ -12,6 +12,7 @@ import torch
 
 from legato.bench.trace import Trace, figures
 from legato.engine.loop import Engine
+from legato.runtime.prompt_ends import SIZES
 from legato.schedule import Request
 from legato.types import SamplingParams
 from tests.runtime.on_gpu import (
@@ -46,6 +47,42 @@ def anew(served: Engine, params: SamplingParams) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_the_cpu(num_drafts: int):
     served = kept() if num_drafts == 5 else engine(num_drafts=num_drafts, max_running=4)
     assert len(flips(anew(served, GREEDY), "float32")) <= 1
+
+
+LENGTHS = (1, 15, 16, 17, 64, 65, 128, 129, 300, 512, 513, 700)
+
+
+def test_ends_of_prompts_of_every_size_give_the_tokens_of_the_cpu():
+    """One prompt at a time, alone and behind another's beginning, which is found again."""
+    texts = [prompts(1, seed=count, longest=2)[0] + prompts(1, seed=3, longest=900)[0] * 9 for count in LENGTHS]
+    texts = [text[:count] for text, count in zip(texts, LENGTHS, strict=True)]
+    texts += [texts[-2] + texts[-1][:40], texts[-1] + texts[0]]
+    few = replace(GREEDY, max_tokens=12)
+    expected = [run(on_host(), [text], few)[0] for text in texts]
+    served = engine(chunk_tokens=600, max_running=2)
+    assert served.runner.ends is not None
+    sizes = served.runner.ends.sizes
+    assert {key.bucket for key in served.runner.ends.graphs.costs if key.part == "prompt"} == set(sizes) == set(SIZES)
+    assert [run(served, [text], few)[0] for text in texts] == expected
+
+
+@cache
+def on_host() -> Engine:
+    torch.set_num_threads(2)  # small products: more threads wait for each other
+    return engine("cpu", num_drafts=0)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_neither_the_graph_of_an_end_nor_log_probabilities_change_a_token(params: SamplingParams):
+    texts = [text for text in prompts(24, seed=9, longest=520) if len(text) > 16][:12]
+    few = replace(params, max_tokens=8)
+    graphs, plain = (engine(dtype="bfloat16", chunk_tokens=600, graphs=on) for on in (True, False))
+    found = [run(graphs, [text], few)[0] for text in texts]
+    assert [run(plain, [text], few)[0] for text in texts] == found
+    graphs.flush_cache()
+    assert [run(graphs, [text], replace(few, logprobs=1))[0] for text in texts] == found
+    graphs.flush_cache()
+    assert [run(graphs, [text], replace(few, prompt_logprobs=0))[0] for text in texts] == found
 
 
 def test_greedy_tokens_in_bfloat16_leave_at_near_ties_only():
@@ -121,7 +158,8 @@ def test_no_call_of_the_driver_waits():
 
 def test_two_hundred_requests_with_aborts_leave_nothing_behind():
     """Rows, pages and memory are those of the start, and what each request gained until its end is what it says alone, but for
-    flips, which are listed: in bfloat16 a prompt's first logits move by up to 1.4 with the number of rows that run with it."""
+    flips, which are listed: in bfloat16 a prompt's first logits move by up to 1.4 with the number of rows that run with it. In
+    five runs, of trees whose products of more than 16 rows came from other kernels each, 11 to 28 of the 200 flipped."""
     served = engine(dtype="bfloat16")
     drawn = random.Random(1)
     run(served, PROMPTS, GREEDY)
@@ -161,7 +199,7 @@ def test_two_hundred_requests_with_aborts_leave_nothing_behind():
         if at is not None:
             flipped.append((name, request.params.temperature, at, with_margins(served, request)[1][at]))
     print(f"{dict(reasons)}; (request, temperature, position, margin) of {len(flipped)} flips: {flipped}")
-    assert len(flipped) <= 25
+    assert len(flipped) <= 40
     # One step of a bfloat16 logit between 16 and 32 is a tie.
     near = [margin <= NEAR_TIE["bfloat16"] for _, temperature, _, margin in flipped if not temperature]
     assert near.count(False) <= 1, "a greedy choice flips at a near-tie"

@@ -1,0 +1,112 @@
+"""The end of a prompt padded to a size: the rows, the caches and the letter of the same prompt without padding."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from legato.checkpoints import SMALL
+from legato.config import Config, Resolved, resolve
+from legato.model.checkpoint import Checkpoint
+from legato.model.inventory import stored_spec
+from legato.model.weights import GlmWeights, Residency, load_weights
+from legato.plan import Admit, Extend, Plan
+from legato.runtime.batch import PromptEnd, build_batch
+from legato.runtime.graphs import Graphs
+from legato.runtime.prompt_ends import PromptEnds
+from legato.runtime.runner import Runner
+
+CPU = torch.device("cpu")
+SPEC = stored_spec(Checkpoint.open(str(SMALL)))
+K = 3
+FIRST, REST = tuple(range(300, 341)), tuple(range(341, 354))
+ADMIT = Admit(2, (3, 1), 128, (), 0.0, 0, 1.0, 0.0, 7, -1)
+
+
+def settings(**changes: object) -> Resolved:
+    made = resolve(Config(), max_position=SPEC.max_position, has_mtp=True, cuda_available=False)
+    return replace(made, max_running=2, cache_tokens=1024, context=256, num_drafts=K, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def weights() -> GlmWeights:
+    return load_weights(Checkpoint.open(str(SMALL)), SPEC, device="cpu", dtype=torch.float32, resident=Residency.DENSE)
+
+
+def begun(weights: GlmWeights) -> Runner:
+    """A runner that holds all but the end of a prompt."""
+    runner = Runner(SPEC, weights, settings())
+    runner.launch(Plan(0, (ADMIT,), (Extend(2, 0, FIRST, REST[0]),), (), num_drafts=K))
+    return runner
+
+
+def ends_of(runner: Runner, **changes: object) -> PromptEnds:
+    return PromptEnds(runner.iteration, runner.rows, settings(**changes), K, Graphs())
+
+
+def test_sizes_keep_to_the_chunk_and_the_context(weights: GlmWeights) -> None:
+    runner = Runner(SPEC, weights, settings())
+    assert ends_of(runner).sizes == (16, 64, 128, 256)
+    ends = ends_of(runner, chunk_tokens=100)
+    assert ends.sizes == (16, 64)
+    assert [ends.size_of(count) for count in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, None]
+
+
+def test_the_last_rows_are_those_of_the_prompt_and_padding_stores_nothing(weights: GlmWeights) -> None:
+    runner = begun(weights)
+    extend = Extend(2, len(FIRST), REST, None)
+    end = PromptEnd.of(16, CPU)
+    end.stage(Extend(2, 0, tuple(range(16)), None))
+    end.stage(extend)  # nothing of what stood there before
+    ours, theirs = end.batch(runner.rows, SPEC), build_batch(Plan(0, (), (extend,), ()), runner.rows, SPEC)
+    assert ours.samplers is not None and theirs.samplers is not None
+    assert torch.equal(ours.ids[-13:], theirs.ids) and torch.equal(ours.next_ids[-13:], theirs.next_ids)
+    for field in ("positions", "request", "lengths", "slots", "cos", "sin"):
+        assert torch.equal(getattr(ours.step, field)[-13:], getattr(theirs.step, field)), field
+    assert (ours.step.slots[:3] == -1).all() and (ours.step.slots[3:] >= 0).all()
+    for name in ("rows", "base", "num_drafts", "drafts"):
+        assert torch.equal(getattr(ours.samplers, name), getattr(theirs.samplers, name)), name
+    assert ours.samplers.row_index.tolist() == [[15]] and theirs.samplers.row_index.tolist() == [[12]]
+    assert ours.samplers.sampler_of.tolist() == [-1] * 15 + [0] and not ours.samplers.offset.any()
+    with pytest.raises(RuntimeError):
+        end.stage(Extend(2, 0, tuple(range(17)), None))
+
+
+@pytest.mark.parametrize("count", [1, 13, 16])
+def test_the_letter_the_table_and_the_caches_are_those_without_padding(weights: GlmWeights, count: int) -> None:
+    first, rest = (FIRST + REST)[:-count], (FIRST + REST)[-count:]
+    admitted = Plan(0, (ADMIT,), (Extend(2, 0, first, rest[0]),), (), num_drafts=K)
+    extend = Extend(2, len(first), rest, None)
+    plain, padded = (Runner(SPEC, weights, settings()) for _ in range(2))
+    for runner in (plain, padded):
+        runner.launch(admitted)
+    (part,) = plain.launch(Plan(1, (), (extend,), (), num_drafts=K)).parts
+    ends = ends_of(padded)
+    with torch.inference_mode():
+        ends.stage(16, extend)
+        (line,) = padded.mailbox.post(ends.launch(16)).read()
+    assert (line,) == tuple(part.letter.read()) and line.count == 1 and len(line.drafts) == K
+    for field in fields(plain.rows):
+        assert torch.equal(getattr(plain.rows, field.name), getattr(padded.rows, field.name)), field.name
+    for ours, theirs in zip(padded.iteration.caches, plain.iteration.caches, strict=True):
+        torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-5, atol=1e-5)
+        if ours.index is not None and theirs.index is not None:
+            torch.testing.assert_close(ours.index, theirs.index, rtol=1e-5, atol=1e-5)
+
+
+def test_capturing_begins_with_padding_alone(weights: GlmWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = begun(weights)
+    ends = ends_of(runner)
+    before = [cache.latent.clone() for cache in runner.iteration.caches]
+    ends.stage(16, Extend(2, len(FIRST), REST, None))
+    monkeypatch.setattr(Graphs, "capture", lambda _, key, work: work())
+    lengths = runner.rows.lengths.clone()
+    with torch.inference_mode():
+        ends.capture(16)
+        ends.stage(16, Extend(2, len(FIRST), REST, None))
+        (line,) = runner.mailbox.post(ends.launch(16)).read()
+    assert line.count == 1, "the letter of the run before is not the next one"
+    assert lengths.tolist() == [0, 0, 0]
+    assert all(torch.equal(one[0], cache.latent[0]) for one, cache in zip(before, runner.iteration.caches, strict=True))

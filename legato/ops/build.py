@@ -327,7 +327,7 @@ class Kernel:
         launch(self._stream(), self._config(how), self.load(), *map(_argument, arguments))
 
     def _stream(self) -> Stream:
-        # What torch.cuda.current_stream() ends in. That one looks for devices in the environment first: 8 us a launch.
+        # What torch.cuda.current_stream() ends in; that one looks for devices in the environment first, at every launch.
         handle = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         stream = self._streams.get(handle)
         if stream is None:

@@ -64,7 +64,7 @@ def warm_up(runner: Runner, report: Report) -> WarmUp | None:
     torch.cuda.synchronize()
     started = time.perf_counter()
     LOG.info("%d kernels compiled in %.1f s", compilations() - before, started - began)
-    captured = runner.ends.sizes if runner.ends is not None and runner.settings.graphs else ()
+    captured = set(runner.ends.sizes) - {sizes[-1]} if runner.ends is not None and runner.settings.graphs else ()
     for done, size in enumerate(sizes):
         report(f"warming up prompts of {size}", done, len(sizes))
         if size in captured:

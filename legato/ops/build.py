@@ -389,9 +389,8 @@ def _argument(value: Any) -> Any:
     convert = _CONVERSIONS.get(type(value))
     if convert is not None:
         return convert(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _c_int(value)
-    return value.data_ptr() if isinstance(value, Tensor) else value
+    kinds = () if isinstance(value, bool) else _CONVERSIONS.items()
+    return next((convert(value) for kind, convert in kinds if isinstance(value, kind)), value)
 
 
 def _c_int(value: int) -> ctypes.c_int32:
@@ -404,8 +403,8 @@ def _null(_: None) -> int:
     return 0
 
 
-#: Type of an argument -> what the launch is given. By exact type, since a launch has eight arguments and there are 3,000 launches
-#: in a prompt's pass; others pass as they are.
+#: Type of an argument -> what the launch is given; others pass as they are. Looked up by exact type first: a prompt's pass has
+#: 1,400 launches of eight arguments.
 _CONVERSIONS: Mapping[type, Callable[[Any], Any]] = {
     Tensor: Tensor.data_ptr,
     int: _c_int,

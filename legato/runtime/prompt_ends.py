@@ -1,6 +1,6 @@
 """The ends of prompts on a GPU: padded to one of a few sizes, and run as a graph.
 
-A pass kernel by kernel takes the host 45 to 90 ms on GLM-5.2, whatever its rows, and the device 14 to 60 for up to 512: without
+A pass kernel by kernel takes the host 45 to 90 ms on GLM-5.2, whatever its rows, and the device 11 to 54 for up to 512: without
 graphs, what an agent adds to a long conversation would wait for the host. Owns the sizes, their graphs and letters. What is
 captured is the function that runs without graphs. Must not know plans; the runner says which chunk, and posts the letter.
 """

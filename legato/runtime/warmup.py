@@ -126,13 +126,13 @@ def run_prompt(runner: Runner, size: int, variants: Collection[Variant]) -> None
 
 def _capture(decoder: Decoder, ends: PromptEnds | None, report: Report) -> int:
     """Captures all graphs; returns the memory of their pool."""
-    sizes = () if ends is None else ends.sizes[::-1]
-    total = len(decoder.graph_keys()) + len(sizes)
-    for done, size in enumerate(sizes):
-        assert ends is not None
-        report(f"capturing ends of prompts of {size}", done, total)
-        ends.capture(size)
-    for done, key in enumerate(decoder.capture_all(), len(sizes)):
+    begun, total = 0, len(decoder.graph_keys())
+    if ends is not None:
+        begun, total = len(ends.sizes), total + len(ends.sizes)
+        for done, size in enumerate(reversed(ends.sizes)):
+            report(f"capturing ends of prompts of {size}", done, total)
+            ends.capture(size)
+    for done, key in enumerate(decoder.capture_all(), begun):
         report(f"capturing {key.part} of batches of {key.bucket}", done, total)
     torch.cuda.synchronize()
     return decoder.graphs.pool_bytes

@@ -1,9 +1,12 @@
 """The build of CUDA C++ sources, without a GPU: what is cached, what is counted, what is refused and how it is said."""
 
 import ctypes
+from enum import IntEnum
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 pytest.importorskip("tests.ops.nvrtc")
 
@@ -92,6 +95,14 @@ def test_arguments_keep_their_width() -> None:
     assert build._argument(wide) is wide and build._argument(None) == 0
     with pytest.raises(BuildError, match="c_int64"):
         build._argument(1 << 31)
+
+
+def test_arguments_of_derived_types_are_those_of_their_base() -> None:
+    assert isinstance(build._argument(IntEnum("Mode", "A").A), ctypes.c_int32)
+    assert isinstance(build._argument(numpy.float64(2.0)), ctypes.c_float)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert build._argument(parameter) == parameter.data_ptr() != 0
+    assert build._argument(True) is True
 
 
 def test_a_log_of_two_kernels() -> None:

@@ -32,7 +32,7 @@ from legato.schedule import Request
 from legato.types import SamplingParams
 from tests.runtime.on_gpu import CHECKPOINT, GREEDY, NEAR_TIE, PROMPTS, SPEC
 
-HELD_OUT = Path(__file__).parents[2] / "tools" / "train" / "record" / "prompts.json.gz"
+RECORDED = Path(__file__).parents[2] / "tools" / "train" / "record" / "prompts.json.gz"
 BOUNDS = {0.5: 1.5, 0.9: 1.5, 0.99: 1.5}
 """Quantile of the errors of log-probabilities -> how many times that of the references in bfloat16 the kernels' may be. On an
 H200, in prompts of 16 to 256 rows, it was 0.8 to 1.25 times."""
@@ -60,7 +60,7 @@ def reader_of(form: Format) -> type[Reader]:
 
 def held_out() -> list[tuple[int, ...]]:
     """Text that the checkpoint was not trained on."""
-    texts = [tuple(ids) for some in json.loads(gzip.decompress(HELD_OUT.read_bytes())).values() for ids in some]
+    texts = [tuple(ids) for some in json.loads(gzip.decompress(RECORDED.read_bytes())).values() for ids in some]
     return [text[:384] for text in texts if len(text) >= 200][:24]
 
 

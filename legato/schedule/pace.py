@@ -6,11 +6,12 @@ handed in; no clock is read here. Called by the scheduler.
 
 from __future__ import annotations
 
+import math
 import statistics
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from legato.plan import Plan
 
@@ -19,45 +20,63 @@ START, END = "start", "end"
 head, the chain."""
 UNKNOWN = 2.0
 """How many layers one counts of a kind that has not been seen."""
-AIM = 0.93
-"""Of the time that a prompt may take, what is planned: iterations differ."""
+SURE = 2.33
+"""Standard deviations that are planned for: 99 of 100 plans keep to the time that a prompt may take."""
+NEW, DRIFT, SCATTER = 0.5, 0.02, 0.02
+"""Standard deviations, as shares: of a kind's cost as first seen, of what it changes from one plan to the next (index scores grow
+with what stands before), and of what a plan takes besides."""
+LATE = 3.0
+"""Standard deviations beyond which nothing more is believed: the host was late."""
 KEPT = 16
 """Iterations without a prompt, of which the median counts: one in front of a prompt comes back late, because the host is busy
 with launching that."""
-SMOOTHING = 0.5
-"""Of what an iteration took longer than expected, what is believed."""
 TRIES = 4
 """Plans that run without a prompt, at most, for it to be known what they take alone: one is in the air when the next is made."""
 
 
 @dataclass(slots=True)
 class _Pass:
-    """What a layer of each kind costs a prompt of about so many rows; `latest`: a layer of the newest plan."""
+    """What a layer of each kind costs a prompt of about so many rows, and how well that is known: a Kalman filter, which is told
+    what layers took together. `latest`: a layer of the newest plan."""
 
     latest: float = 0.0
-    kinds: dict[str, float] = field(default_factory=dict[str, float])
+    costs: dict[str, float] = field(default_factory=dict[str, float])
+    covariance: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
 
-    def cost(self, kind: str) -> float:
-        """Seconds of a layer of a kind."""
-        return self.kinds.get(kind, UNKNOWN * self.latest)
+    def expected(self, kinds: Mapping[str, int]) -> float:
+        """Seconds of so many layers of each kind."""
+        return sum(count * self.costs.get(kind, UNKNOWN * self.latest) for kind, count in kinds.items())
 
-    def observe(self, kinds: Sequence[str], seconds: float) -> None:
-        """What layers of these kinds took together. Of kinds that are new it is what the others leave; else each is corrected by
-        the same share.
+    def deviation(self, kinds: Mapping[str, int]) -> float:
+        """Standard deviation of these seconds, of what a plan will take."""
+        return math.sqrt(self._variance(kinds) + (SCATTER * self.expected(kinds)) ** 2)
 
-        What takes less than expected is believed at once, since nothing makes an iteration too short; what takes more may be the
-        host's doing, and is believed bit by bit.
-        """
-        self.latest = seconds / len(kinds)
-        new = [kind for kind in kinds if kind not in self.kinds]
+    def observe(self, kinds: Mapping[str, int], seconds: float) -> None:
+        """What so many layers of each kind took together. Of kinds that are new it is what the others leave."""
+        self.latest = seconds / sum(kinds.values())
+        new = {kind: count for kind, count in kinds.items() if kind not in self.costs}
         if new:
-            rest = seconds - sum(self.kinds.get(kind, 0.0) for kind in kinds)
-            self.kinds |= dict.fromkeys(new, rest / len(new) if rest > 0 else self.latest)
+            rest = seconds - sum(count * self.costs.get(kind, 0.0) for kind, count in kinds.items())
+            each = rest / sum(new.values()) if rest > 0 else self.latest
+            self.costs |= dict.fromkeys(new, each)
+            self.covariance |= {(kind, kind): (NEW * each) ** 2 for kind in new}
             return
-        factor = seconds / sum(map(self.cost, kinds))
-        if factor > 1:
-            factor = 1 + SMOOTHING * (factor - 1)
-        self.kinds |= {kind: factor * self.cost(kind) for kind in kinds}
+        for kind, cost in self.costs.items():
+            self.covariance[kind, kind] += (DRIFT * cost) ** 2
+        deviation = self.deviation(kinds)
+        surprise = min(seconds - self.expected(kinds), LATE * deviation)
+        shares = {kind: self._covariance(kind, kinds) / deviation for kind in self.costs}
+        for kind, share in shares.items():
+            self.costs[kind] = max(0.0, self.costs[kind] + share / deviation * surprise)
+            for other, others in shares.items():
+                self.covariance[kind, other] = self.covariance.get((kind, other), 0.0) - share * others
+
+    def _covariance(self, kind: str, kinds: Mapping[str, int]) -> float:
+        """Of a layer of a kind with so many of each."""
+        return sum(count * self.covariance.get((kind, other), 0.0) for other, count in kinds.items())
+
+    def _variance(self, kinds: Mapping[str, int]) -> float:
+        return max(0.0, sum(count * self._covariance(kind, kinds) for kind, count in kinds.items()))
 
 
 @dataclass(slots=True)
@@ -95,20 +114,25 @@ class Pace:
     def stop(self, start: int, num_rows: int, num_decoding: int, num_drafts: int) -> int:
         """Where a pass of `num_rows` rows stops that goes on at layer `start` beside `num_decoding` requests with K drafts: one
         layer further, and as many more as are known to fit."""
-        alone, costs = self._decode_s(num_decoding, num_drafts), self._costs(range(start, self.end), num_rows)
-        if alone is None or costs is None:
+        alone, known = self._decode_s(num_decoding, num_drafts), self._known(num_rows)
+        if alone is None or known is None:
             return start + 1
-        most = AIM * (self.slowdown - 1) * alone
-        over = (layer for layer, needed in enumerate(accumulate(costs), start) if needed > most and layer > start)
-        return next(over, self.end)
+        most, (passes, scale) = (self.slowdown - 1) * alone, known
+
+        def at_most(stop: int) -> float:
+            kinds = self._kinds(range(start, stop))
+            return scale * (passes.expected(kinds) + SURE * passes.deviation(kinds))
+
+        stops = range(start + 1, self.end + 1)
+        return stops[max(0, bisect_right(stops, most, key=at_most) - 1)]
 
     def expected(self, plan: Plan) -> float | None:
         """Seconds that a plan will take; `None` as long as nothing is known of what it does."""
         alone = self._decode_s(len(plan.decodes), plan.num_drafts)
         if alone is None or not plan.extends:
             return alone
-        costs = self._costs(self._layers(plan), _num_rows(plan))
-        return None if costs is None else alone + sum(costs)
+        known = self._known(_num_rows(plan))
+        return None if known is None else alone + known[1] * known[0].expected(self._kinds(self._layers(plan)))
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """What a plan took, from the end of the one before it to its own."""
@@ -130,18 +154,19 @@ class Pace:
         known = max((other for other, drafts in self._alone if drafts == num_drafts and other <= size), default=None)
         return None if known is None else statistics.median(self._alone[known, num_drafts])
 
-    def _costs(self, layers: range, num_rows: int) -> list[float] | None:
-        """Seconds of a prompt's rows in each layer: as so many, or the next larger number that is known, took; or in proportion
-        to the largest that is known."""
+    def _known(self, num_rows: int) -> tuple[_Pass, float] | None:
+        """What a prompt's rows cost, and times how much: as so many, or the next larger number that is known, took; or in
+        proportion to the largest that is known."""
         if not self._passes:
             return None
         rows = size_class(num_rows)
         size = min((size for size in self._passes if size >= rows), default=max(self._passes))
-        return [max(1.0, rows / size) * self._passes[size].cost(kind) for kind in self._kinds(layers)]
+        return self._passes[size], max(1.0, rows / size)
 
-    def _kinds(self, layers: range) -> list[str]:
+    def _kinds(self, layers: range) -> Counter[str]:
+        """How many layers of each kind."""
         kinds = (START, *self.layers[1:], END)
-        return [kinds[layer] for layer in layers]
+        return Counter(kinds[layer] for layer in layers)
 
     def _layers(self, plan: Plan) -> range:
         return range(self.end) if plan.layers is None else plan.layers

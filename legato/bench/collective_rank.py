@@ -28,7 +28,7 @@ from legato.parallel.meeting import StoreMeeting
 from legato.parallel.mesh import Mesh
 
 WIDTH, EPS = 6144, 1e-5
-ROWS = (1, 6, 16, 64)
+ROWS = (1, 6, 16, 64, 128, 256, 512)
 #: Steps of a chain, and pairs of weights that it takes in turn: together past the L2.
 STEPS, PAIRS = 48, 8
 #: The products before each sum: those of a rank of 8 into and out of attention. Outputs and inputs.

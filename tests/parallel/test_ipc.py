@@ -57,6 +57,11 @@ def test_calls_under_skew() -> None:
     assert all(result["calls"] >= 100_000 for result in results)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU for each rank")
+def test_a_graph_holds_sums_of_many_rows_and_gathers_by_the_library() -> None:
+    assert [result["wrong"] for result in run("captured", calls=20)] == [0, 0]
+
+
 def test_eight_ranks_in_one_shot_and_in_two() -> None:
     """Every other group of inboxes sums in two shots. So few groups that all of their blocks always have a place: a block of two
     shots needs a multiprocessor to itself, and while it waits for one nothing behind it is placed. With 16 groups ranks have

@@ -1,4 +1,4 @@
-"""What a long prompt does to the requests that decode meanwhile, on one rank's share: an engine as `legato serve` runs it.
+"""What a prompt does to the requests that decode meanwhile, and they to it, on one rank's share: an engine as users run it.
 
 Owns the requests and the figures of their iterations. Scheduler, loop and runner are the engine's own; exchanges loop back.
 Called by `legato bench slice --prefill --beside`.
@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,16 +33,19 @@ ROOM = 1 << 15
 """Tokens that a request may decode meanwhile."""
 WORST = 5
 """Iterations that are told one by one."""
+SHORT_RUNS = 5
+"""Prompts behind cached tokens, one after the other: what iterations cost is learnt from the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A prompt of `new` tokens, at most `chunk` in a pass (`None`: as an engine here), during which iterations take `slowdown`
-    times as long at most."""
+    """A prompt of `new` tokens behind `cached` ones, at most `chunk` in a pass (`None`: as an engine here), during which
+    iterations take `slowdown` times as long at most."""
 
     new: int
     chunk: int | None
     slowdown: float
+    cached: int = 0
 
 
 @dataclass(slots=True)
@@ -70,12 +73,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class BesideFigure:
-    """Seconds. `alone`: of an iteration, median; `turns`: those that carried a part of the prompt; `first_token`: of the prompt,
+    """Seconds. `alone`: of an iteration, median; `turns`: those that carried a part of a prompt; `first_tokens`: of each prompt,
     from its arrival."""
 
     alone: float
     turns: tuple[Turn, ...]
-    first_token: float
+    first_tokens: tuple[float, ...]
+
+    @property
+    def first_token(self) -> float:
+        """The median."""
+        return statistics.median(self.first_tokens)
 
     def times(self, share: float) -> float:
         """What so large a share of the iterations keep to, in times `alone`."""
@@ -96,6 +104,7 @@ class BesideFigure:
             "case": {**share.fields, **case},
             **work.fields,
             "new_tokens": beside.new,
+            "cached_tokens": beside.cached,
             "chunk_tokens": max(len(extend.tokens) for turn in self.turns for extend in turn.plan.extends),
             "slowdown": beside.slowdown,
             "alone_us": 1e6 * self.alone,
@@ -106,17 +115,19 @@ class BesideFigure:
             "iterations": len(self.turns),
             "iterations_over": sum(turn.seconds > beside.slowdown * self.alone > 0 for turn in self.turns),
             "first_token_s": self.first_token,
+            "first_tokens_s": list(self.first_tokens),
             "worst": [turn.fields for turn in self.worst],
             "correct": None,  # one rank's share: what the tokens are is the tests' business
         }
 
 
 def measure_beside(share: Share, beside: Beside, work: Work, device: torch.device) -> BesideFigure:
-    """Lets the requests of `work` decode, and a prompt arrive.
+    """Lets the requests of `work` decode, and a prompt arrive; several, one after the other, behind tokens that an earlier one
+    has left in the cache.
 
     Raises:
         ConfigError: the engine refuses a setting, or the caches do not fit.
-        SliceError: a request came to an end while it was timed.
+        SliceError: a request that decodes came to an end while it was timed.
     """
     settings = _settings(share, beside, work, device)
     runner = build_runner(share.spec, share.weights, settings, share.communicator, no_progress)
@@ -124,31 +135,39 @@ def measure_beside(share: Share, beside: Beside, work: Work, device: torch.devic
     watched = _Watched(runner, scheduler)
     engine = Engine(scheduler, watched, settings.overlap)
     told: set[str] = set()
-    prompt = _request("prompt", beside.new, share)
+    cached = _request("cached", beside.cached + 1, share, 1)
+    prompts = [_request("prompt", beside.new, share, 1)]
+    if beside.cached:
+        prompts = [_behind(cached, index, beside.new, share) for index in range(SHORT_RUNS)]
     others = [_request(f"beside{index}", work.context, share) for index in range(work.batch)]
+    first_tokens: list[float] = []
     gc.collect()
     gc.freeze()  # as a process that serves
     try:
         for request in others:
             engine.submit(request)
-        _until(lambda: len(told) == work.batch, engine, told)
+        _while(lambda: len(told) < work.batch, engine, told)
+        if beside.cached:
+            engine.submit(cached)
+            _while(lambda: cached.id not in told, engine, told)
         watched.turns.clear()
-        _until(lambda: len(watched.turns) >= 2 * ALONE, engine, told)
+        _while(lambda: len(watched.turns) < 2 * ALONE, engine, told)
         alone = statistics.median(turn.seconds for turn in watched.turns[ALONE:])
-        began = time.perf_counter()
-        engine.submit(prompt)
-        _until(lambda: prompt.id in told, engine, told)
-        first_token = time.perf_counter() - began
+        for prompt in prompts:
+            began = time.perf_counter()
+            engine.submit(prompt)
+            _while(lambda prompt=prompt: prompt.id not in told, engine, told)
+            first_tokens.append(time.perf_counter() - began)
     finally:
         gc.unfreeze()
     turns = tuple(turn for turn in watched.turns if turn.plan.extends)
-    return BesideFigure(alone, turns, first_token)
+    return BesideFigure(alone, turns, tuple(first_tokens))
 
 
 def _settings(share: Share, beside: Beside, work: Work, device: torch.device) -> Resolved:
     """Of an engine with room for all of them."""
-    context = max(beside.new, work.context) + ROOM
-    tokens = beside.new + work.batch * (work.context + ROOM) + PAGE_SIZE * (work.batch + 2)
+    context = max(beside.cached + beside.new, work.context) + ROOM
+    tokens = 2 * beside.cached + beside.new + work.batch * (work.context + ROOM) + PAGE_SIZE * (work.batch + 4)
     config = Config(
         num_drafts=work.num_drafts,
         cache=CacheConfig(tokens=max(tokens, context + PAGE_SIZE), latent=work.latent),  # type: ignore[arg-type]
@@ -163,18 +182,25 @@ def _settings(share: Share, beside: Beside, work: Work, device: torch.device) ->
     )
 
 
-def _request(name: str, num_tokens: int, share: Share) -> Request:
-    """Greedy, of random tokens, without an end."""
+def _request(name: str, num_tokens: int, share: Share, max_tokens: int | None = None) -> Request:
+    """Greedy, of random tokens."""
     drawn = random.Random(name)
     prompt = tuple(drawn.randrange(share.spec.vocab_size) for _ in range(num_tokens))
-    return Request(name, prompt, SamplingParams(temperature=0.0), (), 0)
+    return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), (), 0)
 
 
-def _until(is_done: Callable[[], bool], engine: Engine, told: set[str]) -> None:
-    """Turns until it is so; `told` gains who has told a token. Raises SliceError if a request ends meanwhile."""
-    while not is_done():
+def _behind(cached: Request, index: int, new: int, share: Share) -> Request:
+    """A prompt that ends in `new` tokens which the cache has not. The first of them is the last of `cached`: the draft layer has
+    seen a page's last token only together with the one behind it."""
+    own = _request(f"prompt{index}", new - 1, share, 1)
+    return replace(own, prompt=cached.prompt + own.prompt)
+
+
+def _while(goes_on: Callable[[], bool], engine: Engine, told: set[str]) -> None:
+    """Turns as long as that; `told` gains who has told a token. Raises SliceError if one ends that should decode meanwhile."""
+    while goes_on():
         for progress in engine.turn():
-            if progress.finish_reason is not None:
+            if progress.finish_reason is not None and progress.request_id.startswith("beside"):
                 raise SliceError(f"{progress.request_id} came to an end while it was timed: {progress.finish_reason}")
             if progress.tokens:
                 told.add(progress.request_id)

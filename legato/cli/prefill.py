@@ -52,11 +52,11 @@ def prompts(text: str, chunk: int | None) -> list[Prompt]:
 
 
 def prompt_beside(text: str, chunk: int | None, slowdown: float | None) -> Beside:
-    """`80K`: one prompt, nothing of it cached. Raises ConfigError for anything else."""
+    """`80K`, or `64@8K` behind cached tokens: one prompt. Raises ConfigError for anything else."""
     found = prompts(text, chunk)
-    if len(found) != 1 or found[0].cached:
-        raise ConfigError(f"--beside: give one prompt without cached tokens as --prefill, got {text!r}")
-    return Beside(found[0].new, chunk, SLOWDOWN if slowdown is None else slowdown)
+    if len(found) != 1:
+        raise ConfigError(f"--beside: give one prompt as --prefill, got {text!r}")
+    return Beside(found[0].new, chunk, SLOWDOWN if slowdown is None else slowdown, found[0].cached)
 
 
 def bench_prefill(asked: Asked, listed: Sequence[Prompt], work: Work, shown: Shown) -> list[dict[str, Any]]:
@@ -109,13 +109,18 @@ def _print_beside(
     console: Console, share: Share, work: Work, figure: BesideFigure, line: dict[str, Any], setting: Setting
 ) -> None:
     spec, mesh = share.spec, share.communicator.mesh
+    behind = f"behind {line['cached_tokens']:,} cached ones " if line["cached_tokens"] else ""
+    seconds = f"{figure.first_token:.2f} s"
+    if len(figure.first_tokens) > 1:
+        each = ", ".join(f"{1e3 * one:.0f}" for one in figure.first_tokens)
+        seconds = f"{1e3 * figure.first_token:.0f} ms (one prompt after the other: {each})"
     times = ", ".join(f"{name} {line[f'times_{name}']:.2f}" for name in ("median", "p90", "p99", "most"))
     lines = [
-        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}: {line['new_tokens']:,} tokens in chunks of "
-        f"{line['chunk_tokens']:,} beside {words(work)}; exchanges between ranks are not in it",
+        f"{spec.name}, {spec.num_layers} layers, rank {mesh.rank} of {mesh.size}: {line['new_tokens']:,} tokens "
+        f"{behind}in chunks of {line['chunk_tokens']:,} beside {words(work)}; exchanges between ranks are not in it",
         f"iteration alone {1e3 * figure.alone:.3f} ms; beside the prompt, times that: {times} ({line['iterations']} iterations, "
         f"{line['iterations_over']} over {line['slowdown']:g})",
-        f"the prompt's first token after {figure.first_token:.2f} s",
+        f"the prompt's first token after {seconds}",
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     shown = table(("layers", "tokens before"), ("times alone", "ms", "ms expected", "ms of host time"))

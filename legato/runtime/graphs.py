@@ -20,7 +20,7 @@ from legato.runtime.staging import stage_into
 T = TypeVar("T")
 Part = Variant | Literal["target", "drafts", "prompt"]
 """What a graph holds: a whole iteration with its way of sampling, what stands before the choice of tokens, or behind it; or
-the end of a prompt."""
+some layers of the end of a prompt."""
 
 
 def buckets(max_running: int) -> tuple[int, ...]:
@@ -64,11 +64,12 @@ class Seats:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a graph is captured for. `bucket`: requests that decode, or rows of a prompt's end."""
+    """What a graph is captured for. `bucket`: requests that decode, or rows of a prompt's end, which goes through `layers`."""
 
     bucket: int
     num_drafts: int
     part: Part
+    layers: range | None = None
 
     @property
     def variant(self) -> Variant | None:
@@ -107,10 +108,7 @@ class Graphs:
     @property
     def pool_bytes(self) -> int:
         """Device memory of the pool."""
-        if self._pool is None:
-            return 0
-        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
-        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._pool))
+        return sum(cost.pool_bytes for cost in self.costs.values())
 
     def capture(self, key: Key, work: Callable[[], T]) -> T:
         """Runs `work` once, so that nothing is compiled or loaded afterwards, and records it: then nothing is executed, so the
@@ -119,12 +117,14 @@ class Graphs:
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        started, before = time.perf_counter(), self.pool_bytes
+        started = time.perf_counter()
+        torch.cuda.empty_cache()  # as capturing does: what is reserved from here on is the pool's
+        before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             made = work()
         self._captured[key] = _Captured(graph, made)
-        self.costs[key] = Cost(time.perf_counter() - started, self.pool_bytes - before)
+        self.costs[key] = Cost(time.perf_counter() - started, torch.cuda.memory_reserved() - before)
         return made
 
     def launch(self, key: Key) -> Any:

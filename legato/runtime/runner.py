@@ -19,8 +19,6 @@ from legato.model.step import LayerCache
 from legato.model.weights import GlmWeights
 from legato.ops import linear_draft
 from legato.parallel import ALONE, Communicator
-from legato.parallel.communicators import SingleRank
-from legato.parallel.loopback import LoopBack
 from legato.plan import Admit, Emission, Extend, Outcome, Plan
 from legato.runtime.batch import Batch, build_batch
 from legato.runtime.cache import CacheLayout
@@ -32,7 +30,7 @@ from legato.runtime.graphs import buckets
 from legato.runtime.host import HostPages
 from legato.runtime.logprobs import Logprobs, PromptChunk, chunk_logprobs, token_logprobs
 from legato.runtime.mailbox import Letter, Line, Mailbox, Ring
-from legato.runtime.prompt_ends import PromptEnds
+from legato.runtime.prompt_ends import PromptEnds, sizes_of
 from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration
 from legato.types import ParameterError, SamplingParams, TokenLogprob
@@ -95,11 +93,14 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Chunks of prompts on their way through the layers."""
+    """Chunks of prompts on their way through the layers, which they have been through up to `depth`: as tensors, or as an end
+    padded to `size` rows, which `PromptEnds` holds."""
 
     extends: tuple[Extend, ...]
-    batch: Batch
-    midway: Midway
+    depth: int = 0
+    batch: Batch | None = None
+    midway: Midway | None = None
+    size: int = 0
 
 
 @dataclass(slots=True)
@@ -146,9 +147,8 @@ class Runner:
         self.ends: PromptEnds | None = None
         if device.type == "cuda":
             self.decoder = Decoder(self.iteration, self.rows, settings)
-            if isinstance(communicator, SingleRank | LoopBack):  # such graphs have not run among ranks yet
-                depth, graphs = self.decoder.split_depth, self.decoder.graphs
-                self.ends = PromptEnds(self.iteration, self.rows, settings, depth, graphs)
+            depth, graphs = self.decoder.split_depth, self.decoder.graphs
+            self.ends = PromptEnds(self.iteration, self.rows, sizes_of(settings), settings.score_bytes, depth, graphs)
         self.mailbox = Mailbox(buckets(settings.max_running)[-1], 2 * MAX_DRAFTS + 1, device)
         self.host = HostPages(caches, settings.host_pages) if settings.host_pages else None
         self.grammars: Grammars | None = None
@@ -194,7 +194,7 @@ class Runner:
             return Flight(plan, ())
         if self.decoder is None and plan.layers is None:
             batch = build_batch(plan, self.rows, self.spec).within(self.settings.score_bytes)
-            return self._land(plan, batch, self.iteration.target.enter(batch.ids))
+            return self._land(plan, batch, self._hidden(batch))
         flight = self._extend(plan) if plan.extends else Flight(plan, ())
         if not plan.decodes:
             return flight
@@ -207,47 +207,56 @@ class Runner:
         end = self.spec.num_layers + 1
         layers = range(end) if plan.layers is None else plan.layers
         only = replace(plan, decodes=())
-        if self.ends is not None and (size := self._size_of_end(self.ends, plan)) is not None:
-            return self._end(self.ends, only, size)
         if layers.start == 0:
-            batch = build_batch(only, self.rows, self.spec).within(self.settings.score_bytes)
-            held = _Pass(plan.extends, batch, self.iteration.target.enter(batch.ids))
-        elif self._pass is not None and (self._pass.extends, self._pass.midway.depth) == (plan.extends, layers.start):
+            held = self._enter(only)
+        elif self._pass is not None and (self._pass.extends, self._pass.depth) == (plan.extends, layers.start):
             held = self._pass
         else:
             raise RuntimeError(f"plan {plan.epoch} goes on at layer {layers.start} with chunks that are not there")
-        self._pass = None
-        if layers.stop == end:
-            return self._land(only, held.batch, held.midway)
-        midway = self.iteration.target.through(held.midway, held.batch.step, self.iteration.caches, layers.stop)
-        self._pass = replace(held, midway=midway)
-        return Flight(plan, ())
+        held = self._through(held, min(layers.stop, self.spec.num_layers))
+        self._pass = held if layers.stop < end else None
+        return Flight(plan, ()) if layers.stop < end else self._finish(only, held)
 
-    def _size_of_end(self, ends: PromptEnds, plan: Plan) -> int | None:
-        """To how many rows the plan's prompts are padded: those of a single one that ends here, in a pass that is not cut."""
-        if plan.layers is not None or len(plan.extends) != 1 or plan.extends[0].next_token is not None:
-            return None
-        return ends.size_of(len(plan.extends[0].tokens))
+    def _enter(self, plan: Plan) -> _Pass:
+        """The plan's prompts before the first layer. A single one that ends here, and is short enough, is padded."""
+        if self.ends is not None and len(plan.extends) == 1 and plan.extends[0].next_token is None:
+            size = self.ends.size_of(len(plan.extends[0].tokens))
+            if size is not None:
+                self.ends.stage(size, plan.extends[0])
+                return _Pass(plan.extends, size=size)
+        batch = build_batch(plan, self.rows, self.spec).within(self.settings.score_bytes)
+        return _Pass(plan.extends, batch=batch, midway=self.iteration.target.enter(batch.ids))
 
-    def _end(self, ends: PromptEnds, plan: Plan, size: int) -> Flight:
-        """The end of one prompt, padded: one graph, or kernel by kernel where something asks for more than the token of
-        a plain choice. Both run the same rows, padding included, so the bits are the same."""
-        (extend,) = plan.extends
-        row = (extend.row,)
-        ends.stage(size, extend)
-        if self._is_plain(row) and self._admitted[extend.row].prompt_logprobs < 0:
-            letter = self.mailbox.post(ends.launch(size))
+    def _through(self, held: _Pass, stop: int) -> _Pass:
+        """The same behind the layers up to `stop`."""
+        if self.ends is not None and held.size:
+            self.ends.through(held.size, range(held.depth, stop))
+            return replace(held, depth=stop)
+        assert held.batch is not None and held.midway is not None, "what is not padded is held as tensors"
+        midway = self.iteration.target.through(held.midway, held.batch.step, self.iteration.caches, stop)
+        return replace(held, depth=stop, midway=midway)
+
+    def _finish(self, plan: Plan, held: _Pass) -> Flight:
+        """What comes behind the last layer. Of a padded end as a graph, or kernel by kernel where something asks for more than
+        the token of a plain choice; its rows are the same, so the bits are."""
+        if self.ends is None or not held.size:
+            assert held.batch is not None and held.midway is not None, "what is not padded is held as tensors"
+            return self._land(plan, held.batch, held.midway.normed)
+        row = (plan.extends[0].row,)
+        if self._is_plain(row) and self._admitted[row[0]].prompt_logprobs < 0:
+            letter = self.mailbox.post(self.ends.finish(held.size))
             return Flight(plan, (Part(row, letter, None, (-1,), self._plain_of(row)),))
-        batch = ends.batch(size)
-        return self._land(plan, batch, self.iteration.target.enter(batch.ids), size - len(extend.tokens))
+        padding = held.size - len(plan.extends[0].tokens)
+        return self._land(plan, self.ends.batch(held.size), self.ends.hidden(held.size), padding)
 
-    def _land(self, plan: Plan, batch: Batch, midway: Midway, padding: int = 0) -> Flight:
-        """The rest of the layers, and all that comes behind them. `padding`: rows in front of those of the plan."""
-        iteration = self.iteration
-        hidden = iteration.target.through(midway, batch.step, iteration.caches, self.spec.num_layers).normed
+    def _hidden(self, batch: Batch) -> Tensor:
+        return self.iteration.target.hidden(batch.ids, batch.step, self.iteration.caches)
+
+    def _land(self, plan: Plan, batch: Batch, hidden: Tensor, padding: int = 0) -> Flight:
+        """All that comes behind the layers. `padding`: rows in front of those of the plan."""
         sampler_rows = tuple(extend.row for extend in plan.extends if extend.next_token is None) + plan.decodes
         draw = self._draw(sampler_rows, num_drafts=0)
-        verified = iteration.finish(hidden, batch, self.rows, draw, plan.num_drafts)
+        verified = self.iteration.finish(hidden, batch, self.rows, draw, plan.num_drafts)
         prompt_logprobs = self._prompt_logprobs(plan, hidden[padding:])
         if verified is None:
             return Flight(plan, (), prompt_logprobs)
@@ -259,7 +268,7 @@ class Runner:
 
     def _decode_eagerly(self, plan: Plan) -> Part:
         batch = build_batch(plan, self.rows, self.spec).within(self.settings.score_bytes)
-        return self._land(plan, batch, self.iteration.target.enter(batch.ids)).parts[0]
+        return self._land(plan, batch, self._hidden(batch)).parts[0]
 
     def _decode(self, decoder: Decoder, plan: Plan) -> Part:
         """The steady state on a GPU: one graph, or two where something asks for more than the tokens of a plain choice."""

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from legato.plan import Plan
+from legato.plan import Extend, Plan
 
 START, END = "start", "end"
 """Kinds of the first layer with what comes before it, and of what comes behind the last: the draft layer over the same rows, the
@@ -25,8 +25,11 @@ SURE = 2.33
 NEW, DRIFT, SCATTER = 0.5, 0.02, 0.02
 """Standard deviations, as shares: of a kind's cost as first seen, of what it changes from one plan to the next (index scores grow
 with what stands before), and of what a plan takes besides."""
-LATE = 3.0
-"""Standard deviations beyond which nothing more is believed: the host was late."""
+SURPRISE = 3.0
+"""Standard deviations beyond which costs are taken to be as little known as when first seen; of what takes longer than even these
+allow, nothing is believed: the host was late."""
+LEAST = 0.05
+"""Of a kind's cost: what one plan leaves of it at least, whatever it took."""
 KEPT = 16
 """Iterations without a prompt, of which the median counts: one in front of a prompt comes back late, because the host is busy
 with launching that."""
@@ -63,11 +66,15 @@ class _Pass:
             return
         for kind, cost in self.costs.items():
             self.covariance[kind, kind] += (DRIFT * cost) ** 2
+        surprise = seconds - self.expected(kinds)
+        if abs(surprise) > SURPRISE * self.deviation(kinds):
+            for kind in kinds:
+                self.covariance[kind, kind] = max(self.covariance[kind, kind], (NEW * self.costs[kind]) ** 2)
         deviation = self.deviation(kinds)
-        surprise = min(seconds - self.expected(kinds), LATE * deviation)
+        surprise = min(surprise, SURPRISE * deviation)
         shares = {kind: self._covariance(kind, kinds) / deviation for kind in self.costs}
         for kind, share in shares.items():
-            self.costs[kind] = max(0.0, self.costs[kind] + share / deviation * surprise)
+            self.costs[kind] = max(LEAST * self.costs[kind], self.costs[kind] + share / deviation * surprise)
             for other, others in shares.items():
                 self.covariance[kind, other] = self.covariance.get((kind, other), 0.0) - share * others
 
@@ -79,18 +86,24 @@ class _Pass:
         return max(0.0, sum(count * self._covariance(kind, kinds) for kind, count in kinds.items()))
 
 
+Rows = tuple[bool, int]
+"""Whether they are the end of one prompt that runs as graphs, and about how many they are."""
+
+
 @dataclass(slots=True)
 class Pace:
     """Of a target whose layers are of these kinds, in order. What comes behind them counts as one layer more.
 
     With `slowdown` 0 prompts are never cut; else an iteration that carries a part of one takes at most so many times what it
-    takes alone.
+    takes alone. `ends`: rows to which ends of prompts are padded that run as graphs of `end_layers` layers each (see `Limits`).
     """
 
     layers: Sequence[str]
     slowdown: float
+    ends: Sequence[int] = ()
+    end_layers: int = 1
     _alone: dict[tuple[int, int], deque[float]] = field(default_factory=dict[tuple[int, int], "deque[float]"])
-    _passes: dict[int, _Pass] = field(default_factory=dict[int, _Pass])
+    _passes: dict[Rows, _Pass] = field(default_factory=dict[Rows, _Pass])
     _tried: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
 
     @property
@@ -111,19 +124,20 @@ class Pace:
         self._tried[key] += 1
         return self._tried[key] <= TRIES
 
-    def stop(self, start: int, num_rows: int, num_decoding: int, num_drafts: int) -> int:
-        """Where a pass of `num_rows` rows stops that goes on at layer `start` beside `num_decoding` requests with K drafts: one
-        layer further, and as many more as are known to fit."""
-        alone, known = self._decode_s(num_decoding, num_drafts), self._known(num_rows)
+    def stop(self, start: int, extends: Sequence[Extend], num_decoding: int, num_drafts: int) -> int:
+        """Where a pass of these chunks stops that goes on at layer `start` beside `num_decoding` requests with K drafts: one
+        layer further, or where the first graph ends, and as much further as is known to fit."""
+        rows = self._rows(extends)
+        stops = self._stops(start, rows)
+        alone, known = self._decode_s(num_decoding, num_drafts), self._known(rows)
         if alone is None or known is None:
-            return start + 1
+            return stops[0]
         most, (passes, scale) = (self.slowdown - 1) * alone, known
 
         def at_most(stop: int) -> float:
             kinds = self._kinds(range(start, stop))
             return scale * (passes.expected(kinds) + SURE * passes.deviation(kinds))
 
-        stops = range(start + 1, self.end + 1)
         return stops[max(0, bisect_right(stops, most, key=at_most) - 1)]
 
     def expected(self, plan: Plan) -> float | None:
@@ -131,7 +145,7 @@ class Pace:
         alone = self._decode_s(len(plan.decodes), plan.num_drafts)
         if alone is None or not plan.extends:
             return alone
-        known = self._known(_num_rows(plan))
+        known = self._known(self._rows(plan.extends))
         return None if known is None else alone + known[1] * known[0].expected(self._kinds(self._layers(plan)))
 
     def observe(self, plan: Plan, seconds: float) -> None:
@@ -146,7 +160,7 @@ class Pace:
         if alone is None or seconds <= alone:
             return
         kinds = self._kinds(self._layers(plan))
-        self._passes.setdefault(size_class(_num_rows(plan)), _Pass()).observe(kinds, seconds - alone)
+        self._passes.setdefault(self._rows(plan.extends), _Pass()).observe(kinds, seconds - alone)
 
     def _decode_s(self, num_decoding: int, num_drafts: int) -> float | None:
         """Seconds of an iteration without a prompt: of so many requests, or of the next smaller number that is known."""
@@ -154,14 +168,28 @@ class Pace:
         known = max((other for other, drafts in self._alone if drafts == num_drafts and other <= size), default=None)
         return None if known is None else statistics.median(self._alone[known, num_drafts])
 
-    def _known(self, num_rows: int) -> tuple[_Pass, float] | None:
-        """What a prompt's rows cost, and times how much: as so many, or the next larger number that is known, took; or in
-        proportion to the largest that is known."""
-        if not self._passes:
+    def _rows(self, extends: Sequence[Extend]) -> Rows:
+        """What these chunks cost about as much as."""
+        count = sum(len(extend.tokens) for extend in extends)
+        is_end = len(extends) == 1 and extends[0].next_token is None and count <= max(self.ends, default=0)
+        return is_end, size_class(count)
+
+    def _stops(self, start: int, rows: Rows) -> Sequence[int]:
+        """Where a pass may stop that goes on at `start`."""
+        is_end, last = rows[0], len(self.layers)
+        stops = range(start + 1, self.end + 1)
+        return [stop for stop in stops if stop >= last or stop % self.end_layers == 0] if is_end else stops
+
+    def _known(self, rows: Rows) -> tuple[_Pass, float] | None:
+        """What chunks of so many rows cost, and times how much: as so many, or the next larger number that is known, took; or in
+        proportion to the largest that is known. Ends as other chunks did, as long as no end has run."""
+        is_end, count = rows
+        passes = {size: some for (kind, size), some in self._passes.items() if kind == is_end}
+        passes = passes or {size: some for (_, size), some in self._passes.items()}
+        if not passes:
             return None
-        rows = size_class(num_rows)
-        size = min((size for size in self._passes if size >= rows), default=max(self._passes))
-        return self._passes[size], max(1.0, rows / size)
+        size = min((size for size in passes if size >= count), default=max(passes))
+        return passes[size], max(1.0, count / size)
 
     def _kinds(self, layers: range) -> Counter[str]:
         """How many layers of each kind."""
@@ -175,7 +203,3 @@ class Pace:
 def size_class(count: int) -> int:
     """Numbers that cost about the same share an entry: the next power of two."""
     return 1 << (count - 1).bit_length()
-
-
-def _num_rows(plan: Plan) -> int:
-    return sum(len(extend.tokens) for extend in plan.extends)

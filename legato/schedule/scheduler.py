@@ -46,7 +46,7 @@ class Scheduler:
         self._epoch = self._arrivals = 0
         self._refused: tuple[Sequence, int] | None = None
         self._depths = Depths(limits.depths or (limits.num_drafts,))
-        self.pace = Pace(limits.layers, limits.slowdown)
+        self.pace = Pace(limits.layers, limits.slowdown, limits.ends, limits.end_layers)
         self._pass: _Pass | None = None
         self._drops = False
 
@@ -166,8 +166,7 @@ class Scheduler:
             return None
         start, stop = self._pass.stop if self._pass else 0, self.pace.end
         if num_decoding:
-            num_rows = sum(len(extend.tokens) for extend in extends)
-            stop = self.pace.stop(start, num_rows, num_decoding, num_drafts)
+            stop = self.pace.stop(start, extends, num_decoding, num_drafts)
         return None if (start, stop) == (0, self.pace.end) else range(start, stop)
 
     def is_whole(self, plan: Plan) -> bool:

@@ -40,11 +40,23 @@ def test_every_layer_of_every_chunk_runs_between_iterations(monkeypatch: pytest.
     json.dumps(line)
 
 
-def test_one_prompt_of_which_nothing_is_cached() -> None:
+def test_short_prompts_find_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legato.bench.beside.ALONE", 4)
+    tiny = first_layers(ModelSpec.from_config(tiny_config(index_head_dim=128), name="tiny"), 3)
+    share = drawn(tiny, Mesh(0, 2), None, CPU, torch.float32)
+    beside, work = Beside(7, 64, 2.0, cached=128), Work(1, 10, 1, 1, None, "auto", {})
+    figure = measure_beside(share, beside, work, CPU)
+    assert len(figure.first_tokens) == 5 and min(figure.first_tokens) > 0
+    assert {(turn.plan.extends[0].start, len(turn.plan.extends[0].tokens)) for turn in figure.turns} == {(128, 7)}
+    line = figure.fields(share, beside, work, {})
+    assert (line["new_tokens"], line["cached_tokens"], line["first_tokens_s"]) == (7, 128, list(figure.first_tokens))
+
+
+def test_one_prompt() -> None:
     assert prompt_beside("80K", None, None) == Beside(81920, None, 2.0)
-    for text in ("1K,2K", "1K@1K"):
-        with pytest.raises(ConfigError, match="--beside"):
-            prompt_beside(text, None, None)
+    assert prompt_beside("64@8K", None, 3.0) == Beside(64, None, 3.0, 8192)
+    with pytest.raises(ConfigError, match="--beside"):
+        prompt_beside("1K,2K", None, None)
 
 
 def test_without_a_prompt_it_is_refused() -> None:
@@ -65,5 +77,8 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = str(tiny_checkpoint(tmp_path / "model", "nvfp4", index_head_dim=128))
     result = CliRunner().invoke(app, [*flags, model])
     assert result.exit_code == 0, result.output
-    assert "beside 1 request of 8 tokens" in result.output and "first token after" in result.output
+    assert (
+        "40 tokens in chunks of 20 beside 1 request of 8 tokens" in result.output
+        and "first token after" in result.output
+    )
     assert json.loads(path.read_text())["new_tokens"] == 40

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ from legato.config import Config, Resolved, resolve
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.weights import GlmWeights, Residency, load_weights
-from legato.plan import Admit, Extend, Plan
+from legato.plan import Admit, Emission, Extend, Plan
+from legato.runtime import prompt_ends
 from legato.runtime.batch import PromptEnd, build_batch
-from legato.runtime.graphs import Graphs
-from legato.runtime.prompt_ends import PromptEnds
+from legato.runtime.graphs import Graphs, Key
+from legato.runtime.mailbox import Written
+from legato.runtime.prompt_ends import PromptEnds, sizes_of
 from legato.runtime.runner import Runner
 
 CPU = torch.device("cpu")
@@ -42,15 +47,21 @@ def begun(weights: GlmWeights) -> Runner:
     return runner
 
 
-def ends_of(runner: Runner, **changes: object) -> PromptEnds:
-    return PromptEnds(runner.iteration, runner.rows, settings(**changes), K, Graphs())
+def ends_of(runner: Runner, graphs: Graphs | None = None) -> PromptEnds:
+    return PromptEnds(runner.iteration, runner.rows, (16, 64), 1 << 26, K, Graphs() if graphs is None else graphs)
+
+
+def whole(ends: PromptEnds, size: int) -> Written:
+    """All of what was staged."""
+    ends.through(size, range(SPEC.num_layers))
+    return ends.finish(size)
 
 
 def test_sizes_keep_to_the_chunk_and_the_context(weights: GlmWeights) -> None:
-    runner = Runner(SPEC, weights, settings())
-    assert ends_of(runner).sizes == (16, 64, 128, 256)
-    ends = ends_of(runner, chunk_tokens=100)
-    assert ends.sizes == (16, 64)
+    assert sizes_of(settings()) == () and settings().device == "cpu"
+    assert sizes_of(settings(device="cuda")) == (16, 64, 128, 256)
+    assert sizes_of(settings(device="cuda:1", chunk_tokens=100)) == (16, 64)
+    ends = ends_of(Runner(SPEC, weights, settings()))
     assert [ends.size_of(count) for count in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, None]
 
 
@@ -86,7 +97,7 @@ def test_the_letter_the_table_and_the_caches_are_those_without_padding(weights: 
     ends = ends_of(padded)
     with torch.inference_mode():
         ends.stage(16, extend)
-        (line,) = padded.mailbox.post(ends.launch(16)).read()
+        (line,) = padded.mailbox.post(whole(ends, 16)).read()
     assert (line,) == tuple(part.letter.read()) and line.count == 1 and len(line.drafts) == K
     for field in fields(plain.rows):
         assert torch.equal(getattr(plain.rows, field.name), getattr(padded.rows, field.name)), field.name
@@ -96,17 +107,87 @@ def test_the_letter_the_table_and_the_caches_are_those_without_padding(weights: 
             torch.testing.assert_close(ours.index, theirs.index, rtol=1e-5, atol=1e-5)
 
 
+class Recorded(Graphs):
+    """Graphs as they are on a device: run once, kept, and run again at each launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[Key, Callable[[], Any]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.kept
+
+    def capture(self, key: Key, work: Callable[[], Any]) -> Any:
+        self.kept[key] = work
+        return work()
+
+    def launch(self, key: Key) -> Any:
+        return self.kept[key]()
+
+
 def test_capturing_begins_with_padding_alone(weights: GlmWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = begun(weights)
-    ends = ends_of(runner)
+    monkeypatch.setattr(prompt_ends, "LAYERS", 4)
+    runner, graphs = begun(weights), Recorded()
+    ends = ends_of(runner, graphs)
     before = [cache.latent.clone() for cache in runner.iteration.caches]
     ends.stage(16, Extend(2, len(FIRST), REST, None))
-    monkeypatch.setattr(Graphs, "capture", lambda _, key, work: work())
     lengths = runner.rows.lengths.clone()
     with torch.inference_mode():
         ends.capture(16)
-        ends.stage(16, Extend(2, len(FIRST), REST, None))
-        (line,) = runner.mailbox.post(ends.launch(16)).read()
-    assert line.count == 1, "the letter of the run before is not the next one"
+        assert [(key.bucket, key.layers) for key in graphs.kept] == [
+            (16, range(4)),
+            (16, range(4, 6)),
+            (16, range(6, 7)),
+        ]
+        for _ in range(2):
+            ends.stage(16, Extend(2, len(FIRST), REST, None))
+            (line,) = runner.mailbox.post(whole(ends, 16)).read()
+            assert line.count == 1, "the letters of the runs before are not the next one"
     assert lengths.tolist() == [0, 0, 0]
     assert all(torch.equal(one[0], cache.latent[0]) for one, cache in zip(before, runner.iteration.caches, strict=True))
+
+
+@pytest.mark.parametrize("cuts", [(0, 2, 4, 7), (0, 4, 6, 7), (0, 6, 7), (0, 2, 7)])
+@pytest.mark.parametrize("logprobs", [-1, 2])
+def test_an_end_may_be_cut_where_graphs_end(
+    weights: GlmWeights, cuts: tuple[int, ...], logprobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another's tokens come in between; who wants more than tokens gets it from the same rows."""
+    monkeypatch.setattr(prompt_ends, "LAYERS", 2)
+    other = replace(ADMIT, row=1, pages=(2,), seed=8)
+    beside = Extend(1, 0, FIRST[:7], None)
+    admitted = Plan(
+        0, (replace(ADMIT, logprobs=logprobs), other), (Extend(2, 0, FIRST, REST[0]), beside), (), num_drafts=K
+    )
+    extend = Extend(2, len(FIRST), REST, None)
+    plain, cut = (Runner(SPEC, weights, settings()) for _ in range(2))
+    for runner in (plain, cut):
+        runner.launch(admitted)
+    cut.ends = ends_of(cut)
+    expected = [plain.launch(Plan(1, (), (extend,), (), num_drafts=K)).outcome().emissions]
+    expected += [plain.launch(Plan(2, (), (), (1,), num_drafts=K)).outcome().emissions for _ in cuts[1:]]
+    found: list[tuple[Emission, ...]] = []
+    for start, stop in itertools.pairwise(cuts):
+        outcome = cut.launch(Plan(1, (), (extend,), (1,), num_drafts=K, layers=range(start, stop))).outcome()
+        found += [tuple(emission for emission in outcome.emissions if emission.row == row) for row in (2, 1)]
+    firsts = [emissions for emissions in found[::2] if emissions]
+    assert [[emission.tokens for emission in emissions] for emissions in [*firsts, *found[1::2]]] == [
+        [emission.tokens for emission in emissions] for emissions in expected
+    ]
+    (ours,), (theirs,) = firsts[0], expected[0]
+    assert (ours.logprobs is None) == (logprobs < 0) == (theirs.logprobs is None)
+    for one, other_one in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+        assert one.logprob == pytest.approx(other_one.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other_one.top]
+
+
+def test_an_end_is_cut_nowhere_else(weights: GlmWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_ends, "LAYERS", 2)
+    runner = begun(weights)
+    ends = ends_of(runner)
+    ends.stage(16, Extend(2, len(FIRST), REST, None))
+    with torch.inference_mode():
+        for layers in (range(3), range(1, 4), range(6, 7)):
+            with pytest.raises(ValueError, match="not whole parts of 2 layers"):
+                ends.through(16, layers)
+        ends.through(16, range(0))

@@ -21,27 +21,32 @@ END = len(LAYERS)
 """What comes behind them, as a layer."""
 
 
-def plan(num_decoding: int, rows: int = 0, layers: range | None = None) -> Plan:
-    extends = (Extend(9, 0, (1,) * rows, 2),) if rows else ()
+def chunk(rows: int, end: bool = False) -> tuple[Extend, ...]:
+    """So many rows of a prompt that goes on behind them, or not."""
+    return (Extend(9, 0, (1,) * rows, None if end else 2),)
+
+
+def plan(num_decoding: int, rows: int = 0, layers: range | None = None, end: bool = False) -> Plan:
+    extends = chunk(rows, end) if rows else ()
     return Plan(0, (), extends, tuple(range(1, num_decoding + 1)), num_drafts=5, layers=layers)
 
 
 def test_a_prompt_takes_as_long_as_the_others_take_alone():
     pace = Pace(LAYERS, slowdown=2.0)
-    assert pace.stop(0, 512, 1, 5) == 1, "little, before anything is known"
+    assert pace.stop(0, chunk(512), 1, 5) == 1, "little, before anything is known"
     for _ in range(20):
         pace.observe(plan(1), 0.007)
         pace.observe(plan(1, 512, range(8)), 0.007 + 8 * 0.0005)
         pace.observe(plan(1, 512, range(4, 16)), 0.007 + 12 * 0.0005)
         pace.observe(plan(1, 512, range(70, END)), 0.007 + 8 * 0.0005)
-    assert pace.stop(0, 512, 1, 5) == 13, "at half a millisecond a layer, and surely"
-    assert pace.stop(60, 512, 1, 5) == 73 and pace.stop(70, 512, 1, 5) == END + 1, "the end is two layers"
-    assert pace.stop(66, 512, 1, 5) == END, "and has a plan of its own where it does not fit"
-    assert pace.stop(END, 512, 1, 5) == END + 1
-    assert pace.stop(0, 512, 1, 4) == 1, "another iteration"
-    assert pace.stop(0, 512, 3, 5) == 13, "more requests: at least as long as fewer"
-    assert pace.stop(0, 2048, 1, 5) == 3, "more rows: at most in proportion"
-    assert pace.stop(0, 100, 1, 5) == 13, "fewer rows: no longer"
+    assert pace.stop(0, chunk(512), 1, 5) == 13, "at half a millisecond a layer, and surely"
+    assert pace.stop(60, chunk(512), 1, 5) == 73 and pace.stop(70, chunk(512), 1, 5) == END + 1, "the end is two layers"
+    assert pace.stop(66, chunk(512), 1, 5) == END, "and has a plan of its own where it does not fit"
+    assert pace.stop(END, chunk(512), 1, 5) == END + 1
+    assert pace.stop(0, chunk(512), 1, 4) == 1, "another iteration"
+    assert pace.stop(0, chunk(512), 3, 5) == 13, "more requests: at least as long as fewer"
+    assert pace.stop(0, chunk(2048), 1, 5) == 3, "more rows: at most in proportion"
+    assert pace.stop(0, chunk(100), 1, 5) == 13, "fewer rows: no longer"
 
 
 def test_what_is_less_sure_gets_less():
@@ -54,15 +59,15 @@ def test_what_is_less_sure_gets_less():
         surer.observe(plan(1, 512, range(3, 6)), 0.007 + 3 * 0.0005)
     layers = plan(1, 512, range(3, 16))
     assert pace.expected(layers) == pytest.approx(surer.expected(layers), rel=0.01)
-    assert pace.stop(3, 512, 1, 5) < surer.stop(3, 512, 1, 5)
+    assert pace.stop(3, chunk(512), 1, 5) < surer.stop(3, chunk(512), 1, 5)
 
 
 def test_the_first_plan_of_a_prompt_is_one_layer():
     pace = Pace(LAYERS, slowdown=2.0)
     pace.observe(plan(1), 0.007)
-    assert pace.stop(0, 512, 1, 5) == 1 and pace.expected(plan(1, 512, range(1))) is None
+    assert pace.stop(0, chunk(512), 1, 5) == 1 and pace.expected(plan(1, 512, range(1))) is None
     pace.observe(plan(1, 512, range(1)), 0.007 + 0.002)
-    assert pace.stop(1, 512, 1, 5) == 2, "and others are taken to cost twice as much"
+    assert pace.stop(1, chunk(512), 1, 5) == 2, "and others are taken to cost twice as much"
     pace.observe(plan(1, 512, range(1, 2)), 0.007 + 0.002)
     pace.observe(plan(1, 512, range(2, 4)), 0.007 + 0.003)
     assert pace.expected(plan(1, 512, range(1, 5))) == pytest.approx(0.007 + 2 * 0.002 + 2 * 0.001)
@@ -98,7 +103,7 @@ def passes(pace: Pace, count: int, cost: Callable[[int], float], alone: float = 
     for _ in range(count):
         start = 0
         while start < pace.end:
-            layers = range(start, pace.stop(start, 2048, 1, 5))
+            layers = range(start, pace.stop(start, chunk(2048), 1, 5))
             found.append((layers, alone + sum(map(cost, layers))))
             for before, seconds in found[told:-1]:
                 pace.observe(plan(1, 2048, before), seconds)
@@ -150,8 +155,41 @@ def test_an_iteration_that_is_late_once_slows_prompts_down_for_a_moment():
         pace.observe(plan(1), seconds)
     pace.observe(plan(1, 2048, range(4)), 0.085)
     found = passes(pace, 1, lambda layer: 0.0005)
-    assert [len(layers) for layers, _ in found[:5]] == [1] * 5 and len(found[5][0]) >= 5 and len(found[6][0]) >= 10
+    assert [len(layers) for layers, _ in found[:5]] == [1] * 5 and len(found[5][0]) >= 4 and len(found[6][0]) >= 10
     assert max(seconds for _, seconds in found) <= 0.014
+
+
+def test_what_costs_change_to_is_believed_at_once_but_not_all_that_is_late():
+    pace = Pace(LAYERS, slowdown=2.0)
+    layers = plan(1, 16, range(3, 43))
+    pace.observe(plan(1), 0.006)
+    for cost in [0.00007] * 20 + [0.00014] * 2:
+        pace.observe(layers, 0.006 + 40 * cost)
+    assert pace.expected(layers) == pytest.approx(0.0116, rel=0.02), (
+        "twice what it was: as after any other number of rows"
+    )
+    pace.observe(layers, 0.085)
+    assert (pace.expected(layers) or 1) < 0.025
+    pace.observe(layers, 0.0116)
+    assert pace.expected(layers) == pytest.approx(0.0116, rel=0.1)
+
+
+def test_ends_that_are_graphs_stop_where_graphs_do():
+    pace = Pace(LAYERS, 2.0, ends=(16, 64), end_layers=8)
+    assert pace.stop(0, chunk(13, end=True), 1, 5) == 8, "the least, before anything is known"
+    assert pace.stop(0, chunk(65, end=True), 1, 5) == 1 and pace.stop(0, chunk(13), 1, 5) == 1, "no graphs"
+    pace.observe(plan(1), 0.006)
+    pace.observe(plan(1, 13, range(8), end=True), 0.006 + 8 * 0.00014)
+    pace.observe(plan(1, 13, range(8, 16), end=True), 0.006 + 8 * 0.00014)
+    assert pace.stop(16, chunk(16, end=True), 1, 5) == 56, "40 layers, of about 41 that fit"
+    assert pace.stop(56, chunk(16, end=True), 1, 5) == END + 1
+    assert pace.stop(0, chunk(16), 1, 5) == 39, "single layers, of which the others are all that is known"
+    assert pace.stop(0, chunk(40, end=True), 1, 5) == 8, (
+        "four times as many rows: four times as long, for all one knows"
+    )
+    pace.observe(plan(1, 2048, range(3)), 0.006 + 3 * 0.002)
+    assert pace.stop(0, chunk(16, end=True), 1, 5) == 32, "what chunks cost says nothing of ends any more"
+    assert [pace.stop(start, chunk(64, end=True), 1, 5) for start in (64, 72, END)] == [72, END + 1, END + 1]
 
 
 @pytest.mark.parametrize("start", range(END + 1))
@@ -159,7 +197,7 @@ def test_every_pass_ends(start: int):
     pace = Pace(LAYERS, slowdown=1.1)
     pace.observe(plan(1), 0.001)
     pace.observe(plan(1, 512, range(1)), 1.0)
-    assert start < pace.stop(start, 512, 1, 5) <= pace.end
+    assert start < pace.stop(start, chunk(512), 1, 5) <= pace.end
 
 
 def test_nothing_is_cut_without_a_bound():

@@ -199,7 +199,7 @@ def _arguments(tool: Tool, number: int, rules: list[str], names: dict[str, str])
 
 def _text(grammar: TextGrammar, number: int, rules: list[str]) -> str:
     """Adds the rules of a free-form tool's text and returns what stands for them in a call."""
-    path = f"tools[{number}].function.format.definition"
+    path = f"tools[{number}].custom.format.grammar.definition"
     if grammar.syntax == "lark":
         if fault := _known_fault(grammar.definition):
             raise ParameterError(path, f"cannot be enforced: {fault}")

@@ -13,6 +13,7 @@ from itertools import count, groupby
 from typing import Any, cast
 
 from legato.server.tools.arguments import told_arguments
+from legato.server.tools.freeform import arguments_of
 
 Message = Mapping[str, Any]
 
@@ -41,7 +42,8 @@ class ChatError(ValueError):
 
 
 def normal_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """All messages: known roles, content as one string, reasoning apart, arguments of calls as objects.
+    """All messages: known roles, content as one string, reasoning apart, arguments of calls as objects. Calls of free-form tools
+    become those of the functions that the model is shown.
 
     Content parts of Anthropic's API become what they are in OpenAI's: `thinking` is the message's reasoning, `tool_use` one of
     its calls, and a `tool_result` in a user's message a message of its own, in its place. The attribution line of coding agents
@@ -219,27 +221,42 @@ def _assistant(message: dict[str, Any], parts: Sequence[_Part], where: str) -> d
             content = content.lstrip("\n")
     message["content"] = content
     if calls:
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+        message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
     return message
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise ChatError(f"{where}.tool_calls: must hold objects, got {type(call).__name__}")
+        raise ChatError(f"{where}: must be an object, got {type(call).__name__}")
     normal = dict(cast(Message, call))
+    if normal.get("type") == "custom":
+        return _custom_call(normal, where)
     function: Any = normal.get("function") or normal
     if not isinstance(function, Mapping) or not isinstance(cast(Message, function).get("name"), str):
-        raise ChatError(f"{where}.tool_calls: each must have a function with a name")
+        raise ChatError(f"{where}: must have a function with a name")
     function = dict(cast(Message, function))
     arguments: Any = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = told_arguments(arguments)
         except (ValueError, RecursionError) as error:
-            raise ChatError(f"{where}.tool_calls: arguments are not valid JSON: {error}") from error
+            raise ChatError(f"{where}: arguments are not valid JSON: {error}") from error
     if not isinstance(arguments, Mapping | None):
-        raise ChatError(f"{where}.tool_calls: arguments must be a JSON object, got {type(arguments).__name__}")
+        raise ChatError(f"{where}: arguments must be a JSON object, got {type(arguments).__name__}")
     return {**normal, "function": {**function, "arguments": dict(cast(Message, arguments or {}))}}
+
+
+def _custom_call(call: Message, where: str) -> dict[str, Any]:
+    """A call of a free-form tool, as one of the function that the model knows."""
+    custom: Any = call.get("custom")
+    if not isinstance(custom, Mapping):
+        raise ChatError(f"{where}.custom: must be an object with name and input, got {type(custom).__name__}")
+    fields = cast(Message, custom)
+    for name in ("name", "input"):
+        if not isinstance(fields.get(name), str):
+            raise ChatError(f"{where}.custom.{name}: must be text, got {type(fields.get(name)).__name__}")
+    function = {"name": fields["name"], "arguments": arguments_of(fields["input"])}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def texts_in(value: Any, depth: int = 0) -> Iterator[str]:

@@ -1,37 +1,41 @@
 """The tools of a request and which of them the model may or must call: checked once, with errors that name the field.
 
-Owns the OpenAI shapes of `tools`, `tool_choice` and `parallel_tool_calls` (nested as in chat completions, flat as in responses).
-Knows nothing of tokens. The HTTP dialects make a `Tools`; `server.answer.structure` types arguments by it,
-`server.answer.constraint` makes its grammar.
+Owns the OpenAI shapes of `tools` (functions and free-form, `custom`, ones), `tool_choice` and `parallel_tool_calls`: nested as in
+chat completions, flat as in responses. Knows nothing of tokens. The HTTP dialects make a `Tools`; `server.answer.structure` types
+arguments by it, `server.answer.constraint` makes its grammar.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from legato.server.tools.arguments import UNKNOWN, Types, argument_types
-from legato.server.tools.freeform import TextGrammar
+from legato.server.tools.freeform import TextGrammar, parameters
 from legato.types import ParameterError
 
 Choice = Literal["none", "auto", "required"]
+Kind = Literal["function", "custom"]
 NAME = re.compile(r"[^\s<>{}\"]{1,256}")
-"""A function's name: anything that cannot be taken for a part of the call's own notation."""
+"""A tool's name: anything that cannot be taken for a part of the call's own notation."""
+CUSTOM_FIELDS = ("name", "description", "format")
+"""What a free-form tool has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call. `parameters`: the JSON schema of its arguments; `definition`: what the template shows.
 
-    `strict`: its arguments must fit the schema, whatever the choice of tools. `text_grammar`: what the text of a free-form tool,
-    its only argument, must follow; such a tool is strict."""
+    `strict`: its arguments must fit the schema, whatever the choice of tools. `kind`: a `custom` tool is free-form, shown as a
+    function of one text. `text_grammar`: what that text must follow; such a tool is strict."""
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool
     definition: Mapping[str, Any]
+    kind: Kind = "function"
     text_grammar: TextGrammar | None = None
 
 
@@ -70,22 +74,19 @@ class Tools:
         names = [tool.name for tool in every]
         for number, name in enumerate(names):
             if name in names[:number]:
-                raise ParameterError(f"tools[{number}]", f"a second function with the name {name!r}")
-        choice, allowed = _choice(tool_choice, names)
+                raise ParameterError(f"tools[{number}]", f"a second tool with the name {name!r}")
+        choice, allowed = _choice(tool_choice, every)
         return cls(every, choice, allowed, parallel_tool_calls is not False)
-
-    def following(self, grammars: Mapping[str, TextGrammar | None]) -> Tools:
-        """The same tools, of which those named are held to the grammars of their texts."""
-        every = (
-            tool if (grammar := grammars.get(tool.name)) is None else replace(tool, text_grammar=grammar, strict=True)
-            for tool in self.every
-        )
-        return replace(self, every=tuple(every))
 
     @property
     def definitions(self) -> list[Mapping[str, Any]]:
         """For the chat template: all tools, whatever may be called, so that the choice does not change the prompt."""
         return [tool.definition for tool in self.every]
+
+    @property
+    def freeform(self) -> frozenset[str]:
+        """Names of the tools whose calls are a text."""
+        return frozenset(tool.name for tool in self.every if tool.kind == "custom")
 
     @property
     def may_call(self) -> bool:
@@ -100,38 +101,82 @@ class Tools:
         return UNKNOWN
 
 
+def refuse_others(fields: Mapping[str, Any], known: Sequence[str], where: str, what: str) -> None:
+    """Refuses the first field that is none of the `known` ones of `what`, unless it says nothing. Raises `ParameterError`."""
+    for name, value in fields.items():
+        if name not in known and value is not None:
+            raise ParameterError(f"{where}.{name[:64]}", f"is not supported; {what} has {', '.join(known)}")
+
+
 def _tool(tool: Any, where: str) -> Tool:
     fields = _object(tool, where)
     kind = fields.get("type", "function")
-    if kind != "function":
-        raise ParameterError(f"{where}.type", f"only function tools are supported, got {_short(kind)}")
-    is_nested = "function" in fields
-    path = f"{where}.function" if is_nested else where
-    function = _object(fields["function"], path) if is_nested else dict(fields)
-    function.pop("type", None) if not is_nested else None
-    name = function.get("name")
+    if kind not in ("function", "custom"):
+        raise ParameterError(f"{where}.type", f"only function and custom tools are supported, got {_short(kind)}")
+    is_nested = kind in fields
+    path = f"{where}.{kind}" if is_nested else where
+    inner = _object(fields[kind], path) if is_nested else {key: fields[key] for key in fields if key != "type"}
+    name = inner.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise ParameterError(
             f"{path}.name", f'must be 1 to 256 characters without spaces and without any of <>{{}}", got {_short(name)}'
         )
-    if not isinstance(function.get("description"), str | None):
-        raise ParameterError(f"{path}.description", f"must be text, got {_short(function['description'])}")
+    if not isinstance(inner.get("description"), str | None):
+        raise ParameterError(f"{path}.description", f"must be text, got {_short(inner['description'])}")
+    if kind == "function":
+        return _function(name, inner, path)
+    if is_nested:
+        refuse_others(fields, ("type", "custom"), where, "a custom tool")
+    return _custom(name, inner, path, is_nested=is_nested)
+
+
+def _function(name: str, function: Mapping[str, Any], path: str) -> Tool:
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise ParameterError(f"{path}.strict", f"must be true or false, got {_short(strict)}")
-    parameters = {} if function.get("parameters") is None else _object(function["parameters"], f"{path}.parameters")
-    if parameters.get("type", "object") != "object":
-        raise ParameterError(f"{path}.parameters.type", f"must be 'object', got {_short(parameters['type'])}")
-    if not isinstance(parameters.get("properties", {}), Mapping):
-        raise ParameterError(
-            f"{path}.parameters.properties", f"must be an object, got {_short(parameters['properties'])}"
-        )
-    return Tool(name, parameters, strict is True, {"type": "function", "function": function})
+    schema = {} if function.get("parameters") is None else _object(function["parameters"], f"{path}.parameters")
+    if schema.get("type", "object") != "object":
+        raise ParameterError(f"{path}.parameters.type", f"must be 'object', got {_short(schema['type'])}")
+    if not isinstance(schema.get("properties", {}), Mapping):
+        raise ParameterError(f"{path}.parameters.properties", f"must be an object, got {_short(schema['properties'])}")
+    return Tool(name, schema, strict is True, {"type": "function", "function": function})
 
 
-def _choice(tool_choice: Any, names: Sequence[str]) -> tuple[Choice, frozenset[str]]:
+def _custom(name: str, custom: Mapping[str, Any], path: str, *, is_nested: bool) -> Tool:
+    refuse_others(custom, CUSTOM_FIELDS, path, "a custom tool")
+    grammar = _grammar(custom.get("format"), f"{path}.format", is_nested=is_nested)
+    shown = {key: custom[key] for key in ("name", "description") if custom.get(key) is not None}
+    schema = parameters(grammar)
+    definition = {"type": "function", "function": {**shown, "parameters": schema}}
+    return Tool(name, schema, grammar is not None, definition, "custom", grammar)
+
+
+def _grammar(form: Any, path: str, *, is_nested: bool) -> TextGrammar | None:
+    """What the text of a free-form tool must follow. `is_nested`: the grammar is an object of its own, as the tool is."""
+    fields = {"type": "text"} if form is None else _object(form, path)
+    kind = fields.get("type")
+    if kind not in ("text", "grammar"):
+        raise ParameterError(f"{path}.type", f"must be 'text' or 'grammar', got {_short(kind)}")
+    inside = ("syntax", "definition")
+    known = ("type",) if kind == "text" else ("type", "grammar") if is_nested else ("type", *inside)
+    refuse_others(fields, known, path, f"a format of type {kind!r}")
+    if kind == "text":
+        return None
+    if is_nested:
+        path = f"{path}.grammar"
+        fields = _object(fields.get("grammar"), path)
+        refuse_others(fields, inside, path, "a grammar")
+    syntax, definition = (fields.get(name) for name in inside)
+    if syntax not in ("lark", "regex"):
+        raise ParameterError(f"{path}.syntax", f"must be 'lark' or 'regex', got {_short(syntax)}")
+    if not isinstance(definition, str) or not definition:
+        raise ParameterError(f"{path}.definition", f"must be text, got {_short(definition)}")
+    return TextGrammar(syntax, definition)
+
+
+def _choice(tool_choice: Any, tools: Sequence[Tool]) -> tuple[Choice, frozenset[str]]:
     """The choice and the names that may be called."""
-    everything = frozenset(names)
+    everything = frozenset(tool.name for tool in tools)
     if tool_choice is None:
         return "auto", everything
     if tool_choice == "none":
@@ -144,8 +189,8 @@ def _choice(tool_choice: Any, names: Sequence[str]) -> tuple[Choice, frozenset[s
         )
     fields = cast(Mapping[str, Any], tool_choice)
     kind = fields.get("type")
-    if kind == "function":
-        return "required", frozenset({_reference(fields, "tool_choice", names)})
+    if kind in ("function", "custom"):
+        return "required", frozenset({_reference(fields, "tool_choice", tools)})
     if kind == "allowed_tools":
         path = "tool_choice.allowed_tools" if "allowed_tools" in fields else "tool_choice"
         inner = _object(fields.get("allowed_tools", fields), path)
@@ -155,19 +200,24 @@ def _choice(tool_choice: Any, names: Sequence[str]) -> tuple[Choice, frozenset[s
         if not isinstance(listed, list) or not listed:
             raise ParameterError(f"{path}.tools", f"must be a list of at least one tool, got {_short(listed)}")
         references = enumerate(cast(list[Any], listed))
-        return mode, frozenset(_reference(entry, f"{path}.tools[{n}]", names) for n, entry in references)
-    raise ParameterError("tool_choice.type", f"must be 'function' or 'allowed_tools', got {_short(kind)}")
+        return mode, frozenset(_reference(entry, f"{path}.tools[{n}]", tools) for n, entry in references)
+    raise ParameterError("tool_choice.type", f"must be 'function', 'custom' or 'allowed_tools', got {_short(kind)}")
 
 
-def _reference(value: Any, where: str, names: Sequence[str]) -> str:
-    """The name of a tool that is pointed to, as `{"function": {"name": ...}}` or `{"name": ...}`."""
+def _reference(value: Any, where: str, tools: Sequence[Tool]) -> str:
+    """The name of a tool that is pointed to, as `{"type": "function", "function": {"name": ...}}` or `{"name": ...}`; a type, if
+    given, must be the tool's."""
     fields = _object(value, where)
-    if fields.get("type", "function") != "function":
-        raise ParameterError(f"{where}.type", f"only function tools are supported, got {_short(fields['type'])}")
-    path = f"{where}.function" if "function" in fields else where
-    name = _object(fields.get("function", fields), path).get("name")
+    kind = fields.get("type")
+    if kind not in (None, "function", "custom"):
+        raise ParameterError(f"{where}.type", f"only function and custom tools are supported, got {_short(kind)}")
+    key = kind or "function"
+    path = f"{where}.{key}" if key in fields else where
+    name = _object(fields.get(key, fields), path).get("name")
+    names = [tool.name for tool in tools if kind in (None, tool.kind)]
     if name not in names:
-        raise ParameterError(f"{path}.name", f"is none of the tools ({', '.join(names[:8])}), got {_short(name)}")
+        what, known = f"{kind} tools" if kind else "tools", ", ".join(names[:8]) or "there are none"
+        raise ParameterError(f"{path}.name", f"is none of the {what} ({known}), got {_short(name)}")
     return cast(str, name)
 
 

@@ -1,8 +1,8 @@
 """Tools that take a text instead of arguments: shown to a model as functions of one argument, and read back as that text.
 
 Owns the argument, the grammar that the text may have to follow, and the way from the pieces of a call's arguments back to the
-pieces of the text. Knows nothing of tokens or of any API's form. Called by `server.api.responses`; `server.answer.constraint`
-enforces the grammar.
+pieces of the text. Knows nothing of tokens or of any API's form. Called by `server.tools.definitions`, `server.text.messages` and
+the APIs that have such tools; `server.answer.constraint` enforces the grammar.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from legato.server.answer.structure import Answer
 from legato.server.text.chat_template import ChatTemplate
 from legato.server.text.tokenizer import Folder, Tokenizer
 from legato.server.tools.definitions import Tools
-from legato.server.tools.freeform import TextGrammar, parameters
 from legato.types import Grammar, ParameterError, SamplingParams
 
 PLAIN = SamplingParams()
@@ -123,20 +122,24 @@ change: ("+" | "-" | " ") /(.*)/ LF
 @pytest.mark.parametrize(
     ("grammar", "text", "right"),
     [
-        (TextGrammar("lark", APPLY_PATCH), "*** Begin Patch\n*** Update File: a}.py\n-x = {\n+\n*** End Patch", True),
-        (TextGrammar("lark", APPLY_PATCH), "*** Begin Patch\n*** End Patch", False),
-        (TextGrammar("lark", APPLY_PATCH), '{"input": "*** Begin Patch"}', False),
-        (TextGrammar("regex", "a/b+"), "a/bb", True),
-        (TextGrammar("regex", "a/b+"), "xa/bb", False),
+        (("lark", APPLY_PATCH), "*** Begin Patch\n*** Update File: a}.py\n-x = {\n+\n*** End Patch", True),
+        (("lark", APPLY_PATCH), "*** Begin Patch\n*** End Patch", False),
+        (("lark", APPLY_PATCH), '{"input": "*** Begin Patch"}', False),
+        (("regex", "a/b+"), "a/bb", True),
+        (("regex", "a/b+"), "xa/bb", False),
     ],
 )
 def test_a_free_form_tools_text_follows_its_grammar(
-    shipped: Tokenizer, grammars: Grammars, choice: Any, grammar: TextGrammar, text: str, right: bool
+    shipped: Tokenizer, grammars: Grammars, choice: Any, grammar: tuple[str, str], text: str, right: bool
 ) -> None:
-    patch = {"type": "function", "name": "patch", "parameters": parameters(grammar)}
-    tools = Tools.from_openai([{"type": "function", "name": "now"}, patch], choice)
-    assert tools is not None
-    wanted = grammar_of(shipped, tools.following({"patch": grammar}))
+    """In either shape of the tool, the grammar is the same."""
+    own = {"syntax": grammar[0], "definition": grammar[1]}
+    flat = {"type": "custom", "name": "patch", "format": {"type": "grammar", **own}}
+    nested = {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": own}}}
+    now = {"type": "function", "name": "now"}
+    tools = Tools.from_openai([now, flat], choice)
+    assert tools is not None and tools == Tools.from_openai([now, nested], choice) and tools.freeform == {"patch"}
+    wanted = grammar_of(shipped, tools)
     call = f"<tool_call>patch<arg_key>input</arg_key><arg_value>{text}</arg_value></tool_call>"
     assert fits(grammars, shipped, wanted, call) == right
 

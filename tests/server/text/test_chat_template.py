@@ -179,7 +179,12 @@ def test_other_spellings(template: ChatTemplate) -> None:
             {},
             "JSON object",
         ),
-        ([USER, {"role": "assistant", "tool_calls": ["f"]}], {}, "tool_calls"),
+        ([USER, {"role": "assistant", "tool_calls": ["f"]}], {}, "messages[1].tool_calls[0]: must be an object"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"type": "custom"}]}],
+            {},
+            "messages[1].tool_calls[0].custom: must",
+        ),
         ([USER], {"thinking": False}, "did you mean clear_thinking or enable_thinking?"),
         ([USER], {"colour": 1}, "it reads clear_thinking"),
         ([USER], {"enable_thinking": "false"}, "must be true or false"),

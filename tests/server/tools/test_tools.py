@@ -8,6 +8,7 @@ import pytest
 
 from legato.server.tools.arguments import types_of
 from legato.server.tools.definitions import Tools
+from legato.server.tools.freeform import TextGrammar
 from legato.types import ParameterError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -27,6 +28,20 @@ def test_both_shapes_are_the_same_tools() -> None:
     assert nested.definitions == NESTED
     assert [tool.strict for tool in nested.every] == [True, False]
     assert (nested.choice, nested.allowed, nested.parallel, nested.may_call) == ("auto", {"f", "g"}, True, True)
+
+
+def test_a_free_form_tool_is_shown_as_a_function_of_one_text() -> None:
+    grammar = {"syntax": "regex", "definition": "a+"}
+    nested = {"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": grammar}}}
+    flat = {"type": "custom", "name": "f", "description": None, "format": {"type": "grammar", **grammar}}
+    tools = Tools.from_openai([nested, NESTED[1]], {"type": "custom", "custom": {"name": "f"}})
+    assert tools is not None and tools == Tools.from_openai([flat, NESTED[1]], {"type": "custom", "name": "f"})
+    assert (tools.choice, tools.allowed, tools.freeform) == ("required", {"f"}, {"f"})
+    (shown, _), (tool, _) = tools.definitions, tools.every
+    assert shown == {"type": "function", "function": {"name": "f", "parameters": tool.parameters}}
+    assert list(tool.parameters["properties"]) == ["input"] and "a+" in str(shown)
+    assert tool.text_grammar == TextGrammar("regex", "a+") and tool.strict
+    assert tools.argument_types("f", "input") == {"string"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +105,15 @@ def test_no_tools() -> None:
         (NESTED, {"type": "allowed_tools", "tools": []}, None, "tool_choice.tools"),
         (NESTED, {"type": "allowed_tools", "tools": [{"type": "mcp"}]}, None, "tool_choice.tools[0].type"),
         (NESTED, {"type": "allowed_tools", "tools": [{"name": "h"}]}, None, "tool_choice.tools[0].name"),
+        ([{"type": "custom", "name": "f", "parameters": {}}], None, None, "tools[0].parameters"),
+        (
+            [{"type": "custom", "name": "f", "format": {"type": "grammar", "grammar": {}}}],
+            None,
+            None,
+            "tools[0].format.grammar",
+        ),
+        ([{"type": "custom", "name": "f"}], {"type": "function", "name": "f"}, None, "tool_choice.name"),
+        ([NESTED[0], {"type": "custom", "name": "f"}], None, None, "tools[1]"),
         (NESTED, None, "yes", "parallel_tool_calls"),
         (None, "required", None, "tool_choice"),
         ([], {"type": "function", "function": {"name": "f"}}, None, "tool_choice"),

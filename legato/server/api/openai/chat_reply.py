@@ -7,7 +7,7 @@ Owns the wire format of both; what is said in them comes from one reader, so the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,6 +16,7 @@ from legato.server.answer.events import (
     ContentText,
     Event,
     ReasoningText,
+    ToolCall,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
@@ -26,6 +27,7 @@ from legato.server.api.openai.schema import (
     ChatChoice,
     ChatCompletion,
     ChatMessageReply,
+    ToolCallReply,
     timings_reply,
     usage_reply,
 )
@@ -36,6 +38,7 @@ from legato.server.http.errors import ApiError, Documented, reply_of
 from legato.server.http.sse import DOCUMENTED, DONE, EventStream, event, json_bytes, unless_disconnected
 from legato.server.http.validation import JsonRoute
 from legato.server.settings import ReasoningFields
+from legato.server.tools.freeform import TextReader, text_of
 from legato.types import TokenLogprob
 
 NULL = b"null"
@@ -88,7 +91,7 @@ def _whole(
             logprobs = chat_logprobs(service.text.tokenizer, answer.logprobs or (), made.num_top)
         choice: ChatChoice = {
             "index": answer.index,
-            "message": message_reply(answer.message, fields),
+            "message": message_reply(answer.message, fields, made.freeform),
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop,
@@ -111,8 +114,8 @@ def _whole(
     return reply
 
 
-def message_reply(message: AnswerMessage, fields: ReasoningFields) -> ChatMessageReply:
-    """A whole answer as a message. `content` is null where there are only calls."""
+def message_reply(message: AnswerMessage, fields: ReasoningFields, freeform: Container[str]) -> ChatMessageReply:
+    """A whole answer as a message. `content` is null where there are only calls. `freeform`: names of tools that take a text."""
     reply: ChatMessageReply = {"role": "assistant", "content": message.content or (None if message.calls else "")}
     if message.reasoning:
         if fields != "reasoning":
@@ -120,11 +123,14 @@ def message_reply(message: AnswerMessage, fields: ReasoningFields) -> ChatMessag
         if fields != "reasoning_content":
             reply["reasoning"] = message.reasoning
     if message.calls:
-        reply["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.calls
-        ]
+        reply["tool_calls"] = [_call_reply(call, freeform) for call in message.calls]
     return reply
+
+
+def _call_reply(call: ToolCall, freeform: Container[str]) -> ToolCallReply:
+    if call.name in freeform:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text_of(call.arguments)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class _Chunks:
@@ -133,7 +139,7 @@ class _Chunks:
     def __init__(self, service: Service, request: ChatRequest, made: ChatJob, model: str) -> None:
         self._tokenizer, self._num_top = service.text.tokenizer, made.num_top
         self._wants_ids, self._wants_timings = bool(request.return_token_ids), bool(request.timings)
-        self._prompt = made.job.prompt
+        self._prompt, self._freeform = made.job.prompt, made.freeform
         self._wants_usage, self._wants_usage_always = request.wants_usage, request.wants_usage_always
         fields = service.settings.replies.reasoning_fields
         self._reasoning = [name.encode() for name in ("reasoning_content", "reasoning") if fields in ("both", name)]
@@ -146,10 +152,13 @@ class _Chunks:
         self._begun: set[int] = set()
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         self._ids: dict[int, list[int]] = {}
+        self._readers: dict[int, TextReader] = {}
+        """Of the free-form calls that are open, by choice."""
 
     def said(self, step: ChoiceStep, generation: Generation) -> bytes:
         """The chunks of one step; empty where nothing can be shown yet."""
-        index, deltas = step.index, [delta for each in step.events if (delta := self._delta(each))]
+        index = step.index
+        deltas = [delta for each in step.events if (delta := self._delta(index, each))]
         if step.logprobs is not None and self._num_top is not None:
             self._logprobs.setdefault(index, []).extend(step.logprobs)
         if self._wants_ids:
@@ -219,7 +228,7 @@ class _Chunks:
     def _take_ids(self, index: int) -> bytes:
         return b',"token_ids":' + json_bytes(self._ids.pop(index, [])) if self._wants_ids else b""
 
-    def _delta(self, each: Event) -> bytes:
+    def _delta(self, choice: int, each: Event) -> bytes:
         match each:
             case ContentText(text):
                 return b'{"content":%b}' % json_bytes(text)
@@ -227,15 +236,21 @@ class _Chunks:
                 data = json_bytes(text)
                 return b"{" + b",".join(b'"%b":%b' % (name, data) for name in self._reasoning) + b"}"
             case ToolCallStart(index, id, name):
-                return (
-                    b'{"tool_calls":[{"index":%d,"id":%b,"type":"function","function":{"name":%b,"arguments":""}}]}'
-                    % (
-                        index,
-                        json_bytes(id),
-                        json_bytes(name),
-                    )
-                )
+                start = b'{"tool_calls":[{"index":%d,"id":%b,"type":' % (index, json_bytes(id))
+                if name in self._freeform:
+                    self._readers[choice] = TextReader()
+                    return b'%b"custom","custom":{"name":%b,"input":""}}]}' % (start, json_bytes(name))
+                return b'%b"function","function":{"name":%b,"arguments":""}}]}' % (start, json_bytes(name))
             case ToolCallArguments(index, text):
+                reader = self._readers.get(choice)
+                if reader is not None:
+                    return _input_delta(index, reader.take(text))
                 return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, json_bytes(text))
-            case ToolCallEnd():
-                return b""
+            case ToolCallEnd(index):
+                reader = self._readers.pop(choice, None)
+                return b"" if reader is None else _input_delta(index, reader.end())
+
+
+def _input_delta(index: int, text: str) -> bytes:
+    """A piece of the text of a free-form call; empty where there is none."""
+    return b'{"tool_calls":[{"index":%d,"custom":{"input":%b}}]}' % (index, json_bytes(text)) if text else b""

@@ -40,7 +40,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
     },
     "required": ["role"],
 }
-TOOL_SCHEMA: dict[str, Any] = {
+FUNCTION_SCHEMA: dict[str, Any] = {
     "title": "Tool",
     "type": "object",
     "properties": {
@@ -58,8 +58,46 @@ TOOL_SCHEMA: dict[str, Any] = {
     },
     "required": ["type", "function"],
 }
+CUSTOM_SCHEMA: dict[str, Any] = {
+    "title": "ChatCustomTool",
+    "type": "object",
+    "properties": {
+        "type": {"const": "custom"},
+        "custom": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": ["string", "null"]},
+                "format": {
+                    "anyOf": [
+                        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+                        {
+                            "type": "object",
+                            "properties": {
+                                "type": {"const": "grammar"},
+                                "grammar": {
+                                    "type": "object",
+                                    "properties": {
+                                        "syntax": {"enum": ["lark", "regex"]},
+                                        "definition": {"type": "string"},
+                                    },
+                                    "required": ["syntax", "definition"],
+                                },
+                            },
+                            "required": ["type", "grammar"],
+                        },
+                        {"type": "null"},
+                    ],
+                    "description": "What its input looks like; a grammar is enforced.",
+                },
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "custom"],
+}
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
-ToolDefinition = Annotated[dict[str, Any], WithJsonSchema(TOOL_SCHEMA)]
+ToolDefinition = Annotated[dict[str, Any], WithJsonSchema({"anyOf": [FUNCTION_SCHEMA, CUSTOM_SCHEMA]})]
 
 
 class Thinking(RequestModel):
@@ -80,9 +118,9 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The same as max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[ToolDefinition] | None = None
+    tools: list[ToolDefinition] | None = Field(None, description="Functions and custom (free-form) tools.")
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="`none`, `auto`, `required`, one function, or `allowed_tools`."
+        None, description="`none`, `auto`, `required`, one tool, or `allowed_tools`."
     )
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -176,9 +214,11 @@ class ChatRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
-    """What a chat request became. `num_top`: alternatives per token in the reply, `None` without log-probabilities."""
+    """What a chat request became. `freeform`: names of tools whose calls are a text; `num_top`: alternatives per token in the
+    reply, `None` without log-probabilities."""
 
     job: Job
+    freeform: frozenset[str]
     num_top: int | None
 
 
@@ -224,4 +264,4 @@ def chat_job(service: Service, request: ChatRequest, id: str) -> ChatJob:
         timeout_s=request.deadline(limits),
         cache_salt=request.cache_salt or "",
     )
-    return ChatJob(job, num_top)
+    return ChatJob(job, frozenset() if tools is None else tools.freeform, num_top)

@@ -56,12 +56,30 @@ class FunctionReply(TypedDict):
     arguments: str
 
 
-class ToolCallReply(TypedDict):
-    """A tool call."""
+class FunctionCallReply(TypedDict):
+    """A call of a function."""
 
     id: str
     type: Literal["function"]
     function: FunctionReply
+
+
+class CustomReply(TypedDict):
+    """A free-form tool to call; `input` is text as it stands."""
+
+    name: str
+    input: str
+
+
+class CustomCallReply(TypedDict):
+    """A call of a free-form tool."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomReply
+
+
+ToolCallReply = FunctionCallReply | CustomCallReply
 
 
 class TopLogprob(TypedDict):

@@ -76,11 +76,10 @@ class AnswerView {
   push(delta) {
     this.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
     this.message.content += delta.content ?? "";
-    for (const piece of delta.tool_calls ?? []) {
-      const call = (this.calls[piece.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
-      if (piece.id) call.id = piece.id;
-      call.function.name += piece.function?.name ?? "";
-      call.function.arguments += piece.function?.arguments ?? "";
+    for (const { index, id, type, ...piece } of delta.tool_calls ?? []) {
+      const call = (this.calls[index] ??= { id, type, [type]: {} });
+      const called = call[call.type];
+      for (const [name, text] of Object.entries(piece[call.type])) called[name] = (called[name] ?? "") + text;
     }
     if (!this.scheduled) {
       this.scheduled = true;
@@ -116,8 +115,8 @@ class AnswerView {
       this.boxes[index] = this.root.appendChild(box);
     }
     const [, name, shown] = this.boxes[index].children;
-    name.textContent = call.function.name;
-    shown.textContent = pretty(call.function.arguments);
+    name.textContent = call[call.type].name;
+    shown.textContent = call.custom ? call.custom.input : pretty(call.function.arguments);
   }
 
   /** Ends the answer: remembers it, and offers fields for the results of its calls. */
@@ -134,7 +133,7 @@ class AnswerView {
 
   offerResults() {
     const fields = this.calls.map((call, index) => {
-      const label = element("label", "", `Result of ${call.function.name}`);
+      const label = element("label", "", `Result of ${call[call.type].name}`);
       const field = label.appendChild(element("textarea"));
       field.rows = 1;
       this.boxes[index].append(label);

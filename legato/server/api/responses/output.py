@@ -8,7 +8,7 @@ that a stream and a whole reply agree. Knows nothing of requests, of the respons
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from legato.server.api.responses.schema import (
     ReasoningItem,
     TextLogprob,
 )
-from legato.server.api.responses.tools import FlatTools
+from legato.server.api.responses.tools import Home
 from legato.server.tools.freeform import TextReader, text_of
 
 Told = tuple[str, dict[str, Any]]
@@ -62,13 +62,15 @@ class Items:
 
     Attributes:
         suffix: of the response's id; those of its items are made of it.
-        tools: of the request, by the names that the model has for them.
+        homes: of the request's tools in namespaces, by the names that the model has for them.
+        freeform: those names of the tools whose calls are a text.
         done: items that are complete, or as complete as they will be.
     """
 
     suffix: str
     form: ReasoningForm
-    tools: FlatTools
+    homes: Mapping[str, Home]
+    freeform: frozenset[str]
     done: list[OutputItem] = field(default_factory=list["OutputItem"])
     _open: _Open | None = None
     _waiting: list[TextLogprob] = field(default_factory=list[TextLogprob])
@@ -208,7 +210,7 @@ class Items:
 
     def _call(self, id: str, name: str) -> FunctionCallItem | CustomCallItem:
         item: FunctionCallItem | CustomCallItem
-        if name in self.tools.custom:
+        if name in self.freeform:
             item = {
                 "id": self._id("ctc"),
                 "type": "custom_tool_call",
@@ -226,7 +228,7 @@ class Items:
                 "name": name,
                 "arguments": "",
             }
-        home = self.tools.homes.get(name)
+        home = self.homes.get(name)
         if home is not None:
             item["name"], item["namespace"] = home.name, home.namespace
         return item

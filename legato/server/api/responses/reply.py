@@ -119,7 +119,7 @@ class Reply:
     def __init__(self, tokenizer: Tokenizer, request: ResponsesRequest, made: ResponseJob, model: str) -> None:
         summary = None if request.reasoning is None else request.reasoning.summary
         form = ReasoningForm("content" if summary is None else "summary", ENCRYPTED in (request.include or ()))
-        self._items = Items(made.job.id.partition("_")[2], form, made.tools)
+        self._items = Items(made.job.id.partition("_")[2], form, made.flat.homes, made.freeform)
         self._tokenizer, self._num_top = tokenizer, made.num_top
         self._reader = None if made.num_top is None else made.job.reader()
         self.body: ResponseReply = _unanswered(request, made, model)

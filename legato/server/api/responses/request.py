@@ -181,17 +181,19 @@ class ResponsesRequest(SharedFields):
 
 @dataclass(frozen=True, slots=True)
 class ResponseJob:
-    """What a request became. `num_top`: alternatives per token of the text, `None` without log-probabilities."""
+    """What a request became. `freeform`: names of tools whose calls are a text; `num_top`: alternatives per token of the text,
+    `None` without log-probabilities."""
 
     request: ResponsesRequest
     job: Job
-    tools: FlatTools
+    flat: FlatTools
+    freeform: frozenset[str]
     num_top: int | None
 
     def own_names(self) -> AbstractContextManager[None]:
         """Tells what the engine refuses by the names that its fields have in this API."""
         text = self.request.text
-        return _own_names(self.tools, None if text is None or text.format is None else text.format.type)
+        return _own_names(self.flat, None if text is None or text.format is None else text.format.type)
 
 
 def response_job(service: Service, request: ResponsesRequest, id: str) -> ResponseJob:
@@ -222,7 +224,7 @@ def response_job(service: Service, request: ResponsesRequest, id: str) -> Respon
         timeout_s=request.deadline(settings.limits),
         cache_salt=request.cache_salt or "",
     )
-    return ResponseJob(request, job, flat, num_top)
+    return ResponseJob(request, job, flat, frozenset() if tools is None else tools.freeform, num_top)
 
 
 def _rendered(service: Service, request: ResponsesRequest, tools: Tools | None) -> ChatPrompt:
@@ -247,8 +249,9 @@ def _located(message: str, conversation: Conversation) -> str:
 
 
 _SPELLING = (
+    (re.compile(r"^(tools\[\d+\])\.custom\.format\.grammar"), r"\1.format"),
     (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
-    (re.compile(r"^tool_choice\.(function|allowed_tools)"), "tool_choice"),
+    (re.compile(r"^tool_choice\.(function|custom|allowed_tools)"), "tool_choice"),
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
     (re.compile(r"^max_tokens$"), "max_output_tokens"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pydantic
@@ -102,6 +103,30 @@ def test_a_conversation_with_a_tool_goes_on(openai_client: Any) -> None:
         model=MODEL, messages=history, tools=[ADD], tool_choice="none", max_tokens=8, **QUICK
     )
     assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+
+
+def test_a_free_form_tool_is_called_with_text_that_fits(openai_client: Any) -> None:
+    """Whole, streamed, and back again as the client's own objects."""
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": r'say\("[a-z]{3,9}\\n"\)\n/\* ü \*/'}}
+    tools: Any = [ADD, {"type": "custom", "custom": {"name": "run", "description": "Runs a program.", "format": form}}]
+    choice: Any = {"type": "custom", "custom": {"name": "run"}}
+    asked: Any = {"model": MODEL, "messages": HI, "tools": tools, "tool_choice": choice, **QUICK}
+    whole = openai_client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+    (call,) = whole.message.tool_calls
+    assert (whole.finish_reason, call.type, call.custom.name) == ("tool_calls", "custom", "run")
+    assert re.fullmatch(r'say\("[a-z]{3,9}\\n"\)\n/\* ü \*/', call.custom.input)
+    pieces: list[str] = []
+    for chunk in openai_client.chat.completions.create(**asked, parallel_tool_calls=False, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is None and (delta.type == "custom") == (not pieces)
+            pieces.append(delta.custom["input"])
+    assert "".join(pieces) == call.custom.input and len(pieces) > 3
+    for turn in (whole.message, whole.message.model_dump()):
+        history: Any = [*HI, turn, {"role": "tool", "tool_call_id": call.id, "content": "ran"}]
+        answer = openai_client.chat.completions.create(
+            **{**asked, "messages": history, "tool_choice": "none"}, max_tokens=8
+        )
+        assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
 
 
 def test_text_completions(openai_client: Any) -> None:

@@ -148,7 +148,7 @@ def _print(
         "exchanges between ranks are not in it",
     ]
     if figure.padded_to is not None:
-        lines.append(f"the last chunk ran in the graph of {figure.padded_to} rows")
+        lines.append(f"the last chunk ran in the graphs of {figure.padded_to} rows")
     if figure.peak_bytes:
         lines.append(f"{figure.peak_bytes / 1e9:.2f} GB of device memory beyond weights and caches, at most")
     lines.append(setting.machine)

@@ -28,7 +28,7 @@ from legato.model.spec import ModelSpec
 from legato.model.weights import GlmWeights, Residency, load_weights
 from legato.ops import bind
 from legato.parallel import ALONE, ONE_RANK, Communicator, Mesh
-from legato.runtime.prompt_ends import LAYERS, sizes_of
+from legato.runtime import prompt_ends
 from legato.runtime.runner import Runner
 from legato.runtime.warmup import warm_up
 from legato.schedule import Limits, Scheduler
@@ -222,7 +222,7 @@ def limits_of(settings: Resolved, spec: ModelSpec) -> Limits:
         host_pages=settings.host_pages,
         depths=settings.depths,
         layers=spec.layer_kinds,
-        ends=sizes_of(settings),
-        end_layers=LAYERS,
+        ends=prompt_ends.sizes_of(settings),
+        end_layers=prompt_ends.LAYERS,
         slowdown=settings.slowdown,
     )

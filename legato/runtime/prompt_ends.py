@@ -118,7 +118,7 @@ class PromptEnds:
         return self._batches[size]
 
     def hidden(self, size: int) -> Tensor:
-        """[T, D] post-norm hidden states behind all layers, until the next end goes through them."""
+        """[T, D] post-norm hidden states behind all layers, until the next end of this size goes through them."""
         return self._between[size].normed
 
     def capture(self, size: int) -> None:

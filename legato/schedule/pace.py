@@ -51,7 +51,7 @@ class _Pass:
         return sum(count * self.costs.get(kind, UNKNOWN * self.latest) for kind, count in kinds.items())
 
     def deviation(self, kinds: Mapping[str, int]) -> float:
-        """Standard deviation of these seconds, of what a plan will take."""
+        """Standard deviation of what a plan of so many layers of each kind takes, in seconds: what is not known, and scatter."""
         return math.sqrt(self._variance(kinds) + (SCATTER * self.expected(kinds)) ** 2)
 
     def observe(self, kinds: Mapping[str, int], seconds: float) -> None:
@@ -68,8 +68,10 @@ class _Pass:
             self.covariance[kind, kind] += (DRIFT * cost) ** 2
         surprise = seconds - self.expected(kinds)
         if abs(surprise) > SURPRISE * self.deviation(kinds):
+            mean = self.expected(kinds) / sum(kinds.values())  # a kind that is taken as too cheap may be the one
             for kind in kinds:
-                self.covariance[kind, kind] = max(self.covariance[kind, kind], (NEW * self.costs[kind]) ** 2)
+                new_variance = (NEW * max(self.costs[kind], mean)) ** 2
+                self.covariance[kind, kind] = max(self.covariance[kind, kind], new_variance)
         deviation = self.deviation(kinds)
         surprise = min(surprise, SURPRISE * deviation)
         shares = {kind: self._covariance(kind, kinds) / deviation for kind in self.costs}

@@ -16,6 +16,7 @@ import torch
 from legato.engine.loop import Engine
 from legato.llm import vocabulary_of
 from legato.plan import Plan
+from legato.runtime import prompt_ends
 from legato.runtime.grammar import Grammars
 from legato.schedule import Request
 from legato.server.text.tokenizer import Tokenizer
@@ -108,6 +109,29 @@ def test_prompts_cut_by_layers_change_nothing():
     cut = run(served, texts, GREEDY)
     assert sum(plan.layers is not None for plan in plans) > 20
     assert run(engine(slowdown=0.0), texts, GREEDY) == cut
+
+
+def test_ends_of_several_graphs_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Alone, where they follow one another, and cut between the iterations of a request that decodes meanwhile."""
+    texts = prompts(6, seed=4, longest=400)
+    alone = [run(engine(slowdown=0.0), [text], GREEDY)[0] for text in texts]
+    monkeypatch.setattr(prompt_ends, "LAYERS", 2)
+    assert [run(engine(slowdown=0.0), [text], GREEDY)[0] for text in texts] == alone
+    served, plans = engine(slowdown=1.01), list[Plan]()
+    launch = served.runner.launch
+    served.runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
+    served.submit(Request("beside", PROMPTS[0], replace(GREEDY, max_tokens=2000, ignore_eos=True), (), 0))
+    for _ in range(20):
+        served.turn()
+    found: dict[str, list[int]] = {}
+    for index, text in enumerate(texts):
+        served.submit(Request(f"r{index}", text, GREEDY, (), index))
+        while len(found.get(f"r{index}", ())) < len(alone[index]):
+            for progress in served.turn():
+                found.setdefault(progress.request_id, []).extend(progress.tokens)
+    assert [found[f"r{index}"] for index in range(len(texts))] == alone
+    cut = [plan.layers for plan in plans if plan.layers is not None and plan.extends[0].next_token is None]
+    assert {layers.start for layers in cut} >= {0, 2, 4, 6}, "every graph had a plan of its own"
 
 
 def test_drawn_tokens_have_the_plain_distribution():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 
 from legato.checkpoints import SMALL
 from legato.config import Config, Resolved, resolve
+from legato.engine.start import limits_of
 from legato.model.checkpoint import Checkpoint
 from legato.model.inventory import stored_spec
 from legato.model.weights import GlmWeights, Residency, load_weights
-from legato.plan import Admit, Emission, Extend, Plan
+from legato.plan import Admit, Emission, Extend, Outcome, Plan
 from legato.runtime import prompt_ends
 from legato.runtime.batch import PromptEnd, build_batch
 from legato.runtime.graphs import Graphs, Key
@@ -61,6 +63,8 @@ def test_sizes_keep_to_the_chunk_and_the_context(weights: GlmWeights) -> None:
     assert sizes_of(settings()) == () and settings().device == "cpu"
     assert sizes_of(settings(device="cuda")) == (16, 64, 128, 256)
     assert sizes_of(settings(device="cuda:1", chunk_tokens=100)) == (16, 64)
+    limits = limits_of(settings(device="cuda"), SPEC)
+    assert (limits.ends, limits.end_layers) == ((16, 64, 128, 256), prompt_ends.LAYERS), "the scheduler knows them"
     ends = ends_of(Runner(SPEC, weights, settings()))
     assert [ends.size_of(count) for count in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, None]
 
@@ -148,29 +152,35 @@ def test_capturing_begins_with_padding_alone(weights: GlmWeights, monkeypatch: p
 
 
 @pytest.mark.parametrize("cuts", [(0, 2, 4, 7), (0, 4, 6, 7), (0, 6, 7), (0, 2, 7)])
-@pytest.mark.parametrize("logprobs", [-1, 2])
+@pytest.mark.parametrize(("logprobs", "of_prompt"), [(-1, -1), (2, -1), (-1, 0)])
 def test_an_end_may_be_cut_where_graphs_end(
-    weights: GlmWeights, cuts: tuple[int, ...], logprobs: int, monkeypatch: pytest.MonkeyPatch
+    weights: GlmWeights, cuts: tuple[int, ...], logprobs: int, of_prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another's tokens come in between; who wants more than tokens gets it from the same rows."""
     monkeypatch.setattr(prompt_ends, "LAYERS", 2)
     other = replace(ADMIT, row=1, pages=(2,), seed=8)
     beside = Extend(1, 0, FIRST[:7], None)
-    admitted = Plan(
-        0, (replace(ADMIT, logprobs=logprobs), other), (Extend(2, 0, FIRST, REST[0]), beside), (), num_drafts=K
-    )
+    asking = replace(ADMIT, logprobs=logprobs, prompt_logprobs=of_prompt)
+    admitted = Plan(0, (asking, other), (Extend(2, 0, FIRST, REST[0]), beside), (), num_drafts=K)
     extend = Extend(2, len(FIRST), REST, None)
     plain, cut = (Runner(SPEC, weights, settings()) for _ in range(2))
     for runner in (plain, cut):
         runner.launch(admitted)
     cut.ends = ends_of(cut)
-    expected = [plain.launch(Plan(1, (), (extend,), (), num_drafts=K)).outcome().emissions]
+    first = plain.launch(Plan(1, (), (extend,), (), num_drafts=K)).outcome()
+    expected = [first.emissions]
     expected += [plain.launch(Plan(2, (), (), (1,), num_drafts=K)).outcome().emissions for _ in cuts[1:]]
     found: list[tuple[Emission, ...]] = []
+    outcomes: list[Outcome] = []
     for start, stop in itertools.pairwise(cuts):
         outcome = cut.launch(Plan(1, (), (extend,), (1,), num_drafts=K, layers=range(start, stop))).outcome()
+        outcomes.append(outcome)
         found += [tuple(emission for emission in outcome.emissions if emission.row == row) for row in (2, 1)]
     firsts = [emissions for emissions in found[::2] if emissions]
+    assert len(outcomes[-1].prompt_logprobs) == len(first.prompt_logprobs) == (of_prompt >= 0)
+    for ours_of_prompt, theirs_of_prompt in zip(outcomes[-1].prompt_logprobs, first.prompt_logprobs, strict=True):
+        values = [[entry.logprob for entry in chunk.logprobs] for chunk in (ours_of_prompt, theirs_of_prompt)]
+        assert len(values[0]) == len(REST) - 1 and values[0] == pytest.approx(values[1], abs=1e-4)
     assert [[emission.tokens for emission in emissions] for emissions in [*firsts, *found[1::2]]] == [
         [emission.tokens for emission in emissions] for emissions in expected
     ]
@@ -179,6 +189,30 @@ def test_an_end_may_be_cut_where_graphs_end(
     for one, other_one in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
         assert one.logprob == pytest.approx(other_one.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other_one.top]
+
+
+def test_another_end_may_take_the_place_of_one_that_is_dropped_half_way(
+    weights: GlmWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same size, behind more tokens than a row selects, so that selections differ; it is cut where selections go on."""
+    monkeypatch.setattr(prompt_ends, "LAYERS", 2)
+    drawn = random.Random(1)
+    text = tuple(drawn.randrange(300, 8000) for _ in range(600))
+    assert SPEC.index_topk < 585
+    larger = replace(settings(), context=1024, cache_tokens=2048, chunk_tokens=1024)
+    admit = replace(ADMIT, pages=tuple(range(1, 11)), max_length=640)
+    plain, cut = (Runner(SPEC, weights, larger) for _ in range(2))
+    for runner in (plain, cut):
+        runner.launch(Plan(0, (admit,), (Extend(2, 0, text[:590], text[590]),), (), num_drafts=K))
+    cut.ends = ends_of(cut)
+    cut.launch(Plan(1, (), (Extend(2, 585, text[585:], None),), (), num_drafts=K, layers=range(4)))
+    extend = Extend(2, 590, text[590:], None)
+    expected = plain.launch(Plan(1, (), (extend,), (), num_drafts=K)).outcome().emissions
+    for layers in (range(2), range(2, 4), range(4, 7)):
+        found = cut.launch(Plan(2, (), (extend,), (), num_drafts=K, layers=layers)).outcome().emissions
+    assert [emission.tokens for emission in found] == [emission.tokens for emission in expected]
+    for ours, theirs in zip(cut.iteration.caches, plain.iteration.caches, strict=True):
+        torch.testing.assert_close(ours.latent[1:], theirs.latent[1:], rtol=1e-4, atol=1e-4)
 
 
 def test_an_end_is_cut_nowhere_else(weights: GlmWeights, monkeypatch: pytest.MonkeyPatch) -> None:

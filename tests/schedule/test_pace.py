@@ -174,6 +174,33 @@ def test_what_costs_change_to_is_believed_at_once_but_not_all_that_is_late():
     assert pace.expected(layers) == pytest.approx(0.0116, rel=0.1)
 
 
+def test_a_kind_that_was_taken_as_too_cheap_is_found():
+    """Not the dear ones beside it, which the next plans would correct back."""
+    drawn, pace = random.Random(1), Pace(LAYERS, slowdown=2.0)
+    pace.observe(plan(1), 0.006)
+
+    def cost(layer: int) -> float:
+        return uneven(layer) * drawn.gauss(1, 0.02)
+
+    passes(pace, 5, cost, alone=0.006)
+    known = pace._passes[False, 2048]
+    known.costs["end"] = 0.0005
+    for pair in [pair for pair in known.covariance if "end" in pair]:
+        known.covariance[pair] = (0.1 * 0.0005) ** 2 if pair == ("end", "end") else 0.0
+    most = [max(seconds for _, seconds in passes(pace, 1, cost, alone=0.006)) / 0.006 for _ in range(6)]
+    assert most[0] > 2.05 and max(most[2:]) < 2.02, most
+
+
+def test_of_a_kind_s_cost_something_is_left():
+    pace = Pace(LAYERS, slowdown=2.0)
+    pace.observe(plan(1), 0.006)
+    for layers in (range(3, 7), range(3, 6), range(6, 7)):
+        pace.observe(plan(1, 512, layers), 0.006 + len(layers) * 0.001)
+    for _ in range(10):
+        pace.observe(plan(1, 512, range(3, 7)), 0.006 + 1e-15)
+    assert all(cost > 0 for cost in pace._passes[False, 512].costs.values())
+
+
 def test_ends_that_are_graphs_stop_where_graphs_do():
     pace = Pace(LAYERS, 2.0, ends=(16, 64), end_layers=8)
     assert pace.stop(0, chunk(13, end=True), 1, 5) == 8, "the least, before anything is known"
@@ -189,6 +216,8 @@ def test_ends_that_are_graphs_stop_where_graphs_do():
     )
     pace.observe(plan(1, 2048, range(3)), 0.006 + 3 * 0.002)
     assert pace.stop(0, chunk(16, end=True), 1, 5) == 32, "what chunks cost says nothing of ends any more"
+    two = chunk(8, end=True) * 2
+    assert pace.stop(0, two, 1, 5) % 8, "two prompts that end are no graphs"
     assert [pace.stop(start, chunk(64, end=True), 1, 5) for start in (64, 72, END)] == [72, END + 1, END + 1]
 
 

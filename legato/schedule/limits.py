@@ -26,7 +26,7 @@ class Limits:
         host_pages: pages of host memory for what the prefix cache evicts.
         depths: numbers of drafts between which iterations choose, ascending, the last of them K; none named: K alone.
         layers: the kind of each of the target's layers; those of one kind take about the same time.
-        ends: rows to which the end of a prompt is padded, ascending, where it runs as graphs; those of more rows do not.
+        end_rows: most rows of a prompt's end that runs as graphs, where it is the only prompt of its plan; 0: none does.
         end_layers: layers of each of these graphs, between which alone such an end can be cut.
         slowdown: how many times its own time an iteration may take that carries a part of a prompt; 0: prompts run whole chunks,
             in the same rows as everyone else.
@@ -43,7 +43,7 @@ class Limits:
     host_pages: int = 0
     depths: tuple[int, ...] = ()
     layers: tuple[str, ...] = ("",)
-    ends: tuple[int, ...] = ()
+    end_rows: int = 0
     end_layers: int = 1
     slowdown: float = 0.0
 

@@ -97,12 +97,12 @@ class Pace:
     """Of a target whose layers are of these kinds, in order. What comes behind them counts as one layer more.
 
     With `slowdown` 0 prompts are never cut; else an iteration that carries a part of one takes at most so many times what it
-    takes alone. `ends`: rows to which ends of prompts are padded that run as graphs of `end_layers` layers each (see `Limits`).
+    takes alone. Ends of prompts of up to `end_rows` rows run as graphs of `end_layers` layers each (see `Limits`).
     """
 
     layers: Sequence[str]
     slowdown: float
-    ends: Sequence[int] = ()
+    end_rows: int = 0
     end_layers: int = 1
     _alone: dict[tuple[int, int], deque[float]] = field(default_factory=dict[tuple[int, int], "deque[float]"])
     _passes: dict[Rows, _Pass] = field(default_factory=dict[Rows, _Pass])
@@ -173,7 +173,7 @@ class Pace:
     def _rows(self, extends: Sequence[Extend]) -> Rows:
         """What these chunks cost about as much as."""
         count = sum(len(extend.tokens) for extend in extends)
-        is_end = len(extends) == 1 and extends[0].next_token is None and count <= max(self.ends, default=0)
+        is_end = len(extends) == 1 and extends[0].next_token is None and count <= self.end_rows
         return is_end, size_class(count)
 
     def _stops(self, start: int, rows: Rows) -> Sequence[int]:

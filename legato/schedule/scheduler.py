@@ -46,7 +46,7 @@ class Scheduler:
         self._epoch = self._arrivals = 0
         self._refused: tuple[Sequence, int] | None = None
         self._depths = Depths(limits.depths or (limits.num_drafts,))
-        self.pace = Pace(limits.layers, limits.slowdown, limits.ends, limits.end_layers)
+        self.pace = Pace(limits.layers, limits.slowdown, limits.end_rows, limits.end_layers)
         self._pass: _Pass | None = None
         self._drops = False
 

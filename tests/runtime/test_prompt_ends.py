@@ -64,7 +64,7 @@ def test_sizes_keep_to_the_chunk_and_the_context(weights: GlmWeights) -> None:
     assert sizes_of(settings(device="cuda")) == (16, 64, 128, 256)
     assert sizes_of(settings(device="cuda:1", chunk_tokens=100)) == (16, 64)
     limits = limits_of(settings(device="cuda"), SPEC)
-    assert (limits.ends, limits.end_layers) == ((16, 64, 128, 256), prompt_ends.LAYERS), "the scheduler knows them"
+    assert (limits.end_rows, limits.end_layers) == (256, prompt_ends.LAYERS), "the scheduler knows them"
     ends = ends_of(Runner(SPEC, weights, settings()))
     assert [ends.size_of(count) for count in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, None]
 

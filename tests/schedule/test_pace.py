@@ -202,7 +202,7 @@ def test_of_a_kind_s_cost_something_is_left():
 
 
 def test_ends_that_are_graphs_stop_where_graphs_do():
-    pace = Pace(LAYERS, 2.0, ends=(16, 64), end_layers=8)
+    pace = Pace(LAYERS, 2.0, end_rows=64, end_layers=8)
     assert pace.stop(0, chunk(13, end=True), 1, 5) == 8, "the least, before anything is known"
     assert pace.stop(0, chunk(65, end=True), 1, 5) == 1 and pace.stop(0, chunk(13), 1, 5) == 1, "no graphs"
     pace.observe(plan(1), 0.006)

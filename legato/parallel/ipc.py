@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from legato.ops.reduce import all_gather, all_reduce_add_norm
-from legato.ops.reduce.inbox import ALARM_WORDS, EMPTY_BYTE, MOST_WORDS, PATIENCE_AT, Inbox, InboxShape
+from legato.ops.reduce.inbox import ALARM_WORDS, EMPTY_BYTE, PATIENCE_AT, Inbox, InboxShape
 from legato.parallel.communicators import Communicator, side_by_side
 from legato.parallel.mesh import Mesh
 
@@ -56,7 +56,7 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class IpcRank:
-    """One rank of a group whose sums and small gathers go through inboxes, and the rest through `library`.
+    """One rank of a group whose sums and gathers go through inboxes, those that these do not take through `library`.
 
     `check` raises RankLostError once a rank has not come in time; until then results are right, from then on NaN.
     """
@@ -73,8 +73,6 @@ class IpcRank:
         return self.library.all_reduce(partial)
 
     def all_gather(self, shard: Tensor, dim: int) -> Tensor:
-        if shard.nbytes > 4 * MOST_WORDS:
-            return self.library.all_gather(shard, dim)
         return side_by_side(all_gather(shard, self.inbox), dim)
 
     def check(self) -> None:

@@ -199,11 +199,19 @@ def test_ranks_get_the_reference_s_bits_call_after_call(ranks: int, width: int, 
 
 
 @marked
-def test_gathers_carry_any_bits() -> None:
-    ranks = 8
+@pytest.mark.parametrize(
+    ("ranks", "counts"),
+    [
+        (8, (1, 12, 513, 3, 40_001, 1025, 12, 33_000, 12)),
+        (2, (7, inbox.MOST_WORDS + 1001, 12, 3 * inbox.MOST_WORDS + 1, 40_001, 4 * inbox.MOST_WORDS)),
+    ],
+    ids=["at once", "in pieces"],
+)
+def test_gathers_carry_any_bits(ranks: int, counts: tuple[int, ...]) -> None:
+    """Pieces of two ranks only: blocks of eight, and those that wait behind them, are more than one GPU has place for."""
     boxes = _inboxes(InboxShape(ranks, 256, 16), patience_seconds=5)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
-    for call, count in enumerate((1, 12, 513, 3, 40_001, 1025, 12, 33_000, 12)):
+    for call, count in enumerate(counts):
         shards = [torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device="cuda") for _ in range(ranks)]
         shards[call % ranks].fill_(-1)
         shards[(call + 1) % ranks].fill_(0)

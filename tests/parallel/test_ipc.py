@@ -57,8 +57,7 @@ def test_calls_under_skew() -> None:
     assert all(result["calls"] >= 100_000 for result in results)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU for each rank")
-def test_a_graph_holds_sums_of_many_rows_and_gathers_by_the_library() -> None:
+def test_a_graph_holds_sums_and_gathers_of_many_rows() -> None:
     assert [result["wrong"] for result in run("captured", calls=20)] == [0, 0]
 
 

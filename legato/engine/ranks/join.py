@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 START_S = 600.0
 """How long ranks wait for one another while they load and warm up, where one may compile what another has found on disk."""
 HIDDEN_ROWS = 128
-"""Rows of one sum through shared memory; larger ones go through NCCL."""
+"""Rows of one sum through shared memory; up to four times as many go in several, more through NCCL."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ _MOST_THREADS = 768
 _GATHER_THREADS = 256
 #: Blocks that share a row of a sum, of those the most that have whole warps each.
 _BLOCKS = (8, 4, 2)
-#: Sums through an inbox, one after the other, up to which rows that are more than it takes go through it all the same.
+#: Calls through an inbox, one after the other, up to which rows or words that are more than it takes go through it all the same.
 _MOST_CALLS = 4
 #: Up to so many ranks: rows of a sum up to which blocks share each of them. Many ranks have too many words for one block; for few
 #: it pays while a sum leaves most multiprocessors idle.
@@ -177,10 +177,10 @@ def _through_inbox(
 
 @all_gather.on("sm90")
 def all_gather_sm90(shard: Tensor, exchange: Exchange) -> Tensor:
-    """Through inboxes in one launch, where the exchange has one and `shard` is few enough whole words; else what the exchange
-    gathers, one behind the other in one launch; PyTorch for what is no whole words."""
+    """Through inboxes, where the exchange has one and `shard` is few enough whole words; else what the exchange gathers, one
+    behind the other in one launch; PyTorch for what is no whole words."""
     words, rest = divmod(shard.nbytes, 4)
-    if not isinstance(exchange, Inbox) or rest or not 0 < words <= MOST_WORDS:
+    if not isinstance(exchange, Inbox) or rest or not 0 < words <= _MOST_CALLS * MOST_WORDS:
         parts = exchange.gather(shard)
         if rest or not words or not shard.is_cuda or not 1 < len(parts) <= MOST_RANKS:
             return all_gather.reference(parts[0], Recorded((), tuple(parts[1:])))
@@ -189,10 +189,13 @@ def all_gather_sm90(shard: Tensor, exchange: Exchange) -> Tensor:
         local = Launch((min(-(-words // _GATHER_THREADS), 64), len(parts)), (_GATHER_THREADS,), programmatic=True)
         gather_local_kernel(len(parts))(local, *everyone, gathered, words)
         return gathered
-    shard = dense(shard)
-    gathered = torch.empty(exchange.shape.num_ranks, *shard.shape, dtype=shard.dtype, device=shard.device)
-    blocks = min(-(-words // (2 * _GATHER_THREADS)), GATHER_BLOCKS)
-    how = Launch((blocks,), (_GATHER_THREADS,), programmatic=True)
-    own = ctypes.c_uint64(exchange.address)
-    all_gather_kernel(exchange.shape.num_ranks)(how, shard, gathered, words, MOST_WORDS, own, exchange.rank)
-    return gathered
+    ranks, own = exchange.shape.num_ranks, ctypes.c_uint64(exchange.address)
+    sent = dense(shard).view(-1).view(torch.int32)
+    gathered = torch.empty(ranks, words, dtype=torch.int32, device=shard.device)
+    for first in range(0, words, MOST_WORDS):
+        count = min(words - first, MOST_WORDS)
+        blocks = min(-(-count // (2 * _GATHER_THREADS)), GATHER_BLOCKS)
+        how = Launch((blocks,), (_GATHER_THREADS,), programmatic=True)
+        kernel = all_gather_kernel(ranks)
+        kernel(how, sent[first:], gathered[:, first:], count, words, MOST_WORDS, own, exchange.rank)
+    return gathered.view(shard.dtype).view(ranks, *shard.shape)

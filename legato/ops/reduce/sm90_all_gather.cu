@@ -5,6 +5,7 @@
 // what an older call left has an older tag. Waits end as in sm90_exchange.cuh; then the words of all other ranks are all ones.
 //
 // How many blocks share the words follows from their number alone, so that a block's words are the same block's on all ranks.
+// A shard of more words than a buffer takes comes in pieces, one launch each: rank r's words go to gathered[r * pitch ...].
 //
 // `gather_local`: what all ranks send is in this GPU's memory already.
 //
@@ -38,7 +39,7 @@ __device__ __forceinline__ void poll(Letter &letter, const void *pointer, bool w
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    all_gather(const u32 *words, u32 *gathered, int num_words, int most_words, Header *own, int rank) {
+    all_gather(const u32 *words, u32 *gathered, int num_words, int pitch, int most_words, Header *own, int rank) {
   const int begin = (blockIdx.x * THREADS + threadIdx.x) * 2, stride = gridDim.x * THREADS * 2;  // of this thread's words
   u8 *inboxes[RANKS];  // the words that rank + step receives
 #pragma unroll
@@ -47,15 +48,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   const u32 call = load_fresh_word(&own->gathers[blockIdx.x]), tag = call + 1;
-  const size_t pitch = size_t(most_words) * 8, buffer = call % 2 * RANKS * pitch;
+  const size_t each = size_t(most_words) * 8, buffer = call % 2 * RANKS * each;  // bytes: of a rank's words, before them
   Patience wait(own);
   for (int at = begin; at < num_words; at += stride) {
     const bool is_pair = at + 1 < num_words;
     const u32 first = load_fresh_word(words + at), second = is_pair ? load_fresh_word(words + at + 1) : 0;
     const Letter mine = {tagged(first, tag), tagged(second, tag)};
 #pragma unroll
-    for (int step = 1; step < RANKS; ++step) send(inboxes[step] + buffer + rank * pitch + size_t(at) * 8, mine);
-    u32 *to = gathered + size_t(rank) * num_words + at;
+    for (int step = 1; step < RANKS; ++step) send(inboxes[step] + buffer + rank * each + size_t(at) * 8, mine);
+    u32 *to = gathered + size_t(rank) * pitch + at;
     to[0] = first;
     if (is_pair) to[1] = second;
   }
@@ -68,14 +69,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       absent = 0;
 #pragma unroll
       for (int step = 1; step < RANKS; ++step)
-        poll(got[step], inboxes[0] + buffer + (rank + step) % RANKS * pitch + size_t(at) * 8, !arrived(got[step], tag));
+        poll(got[step], inboxes[0] + buffer + (rank + step) % RANKS * each + size_t(at) * 8, !arrived(got[step], tag));
 #pragma unroll
       for (int step = 1; step < RANKS; ++step)
         absent |= arrived(got[step], tag) ? 0 : 1u << (rank + step) % RANKS;
     } while (absent && !wait.is_over(absent, own, rank, RANKS, call));
 #pragma unroll
     for (int step = 1; step < RANKS; ++step) {
-      u32 *to = gathered + size_t((rank + step) % RANKS) * num_words + at;
+      u32 *to = gathered + size_t((rank + step) % RANKS) * pitch + at;
       to[0] = wait.missing ? EMPTY : u32(got[step].first);
       if (at + 1 < num_words) to[1] = wait.missing ? EMPTY : u32(got[step].second);
     }

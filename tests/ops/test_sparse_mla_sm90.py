@@ -81,6 +81,18 @@ def test_a_multiprocessor_holds_two_blocks_where_rows_read_bytes() -> None:
     assert 2 * how.form.threads * used.registers <= 65536 and used.spill_store_bytes == 0
 
 
+@pytest.mark.parametrize("heads", [8, 16])
+def test_blocks_stay_where_rows_are_more_than_multiprocessors(heads: int) -> None:
+    """Two on each, which take row after row."""
+    assert not cut(132, heads, False, 2048, 132).form.stays and not cut(133, heads, True, 2048, 132).form.stays
+    for rows, across in ((133, 133), (264, 264), (2048, 264)):
+        how = cut(rows, heads, False, 2048, 132)
+        assert how.form.stays and (how.blocks, how.across, how.form.threads) == (1, across, 128)
+        assert 2 * (how.shared_bytes + 1024) <= 228 * 1024, "each block takes 1 KB more"
+    used = sm90.kernel(how.form).usage("sm_90a")
+    assert 2 * how.form.threads * used.registers <= 65536 and used.spill_store_bytes == 0
+
+
 def test_many_rows_share_the_processors() -> None:
     assert cut(2048, 64, False, 2048, 132).blocks == cut(2048, 8, True, 2048, 132).blocks == 1
     assert (cut(36, 64, False, 2048, 132).blocks, cut(36, 8, False, 2048, 132).blocks) == (3, 2)
@@ -130,7 +142,10 @@ def test_the_launch_gets_what_the_source_declares(monkeypatch: pytest.MonkeyPatc
     stored = torch.zeros(3, dtype=torch.int32)
     sm90._attend._init_fn(q, cache, slots, counts, SCALE, stored)
     sm90._attend._init_fn(q[:, :8], cache, slots, counts, SCALE, stored)
-    (form, how, given), (same, _, without), (early, _, extra) = calls
+    many = [x.repeat(50, *[1] * (x.dim() - 1)) for x in (q[:, :8], slots, counts)]
+    sm90._attend._init_fn(many[0], cache, *many[1:], SCALE, None)
+    (form, how, given), (same, _, without), (early, _, extra), (staying, across, last) = calls
+    assert staying.stays and across.grid == (150, 1) and last[-1] == 150 and len(last) == len(given) + 1
     assert same == form and len(without) == len(given), "many heads make no use of the promise"
     assert early.early and early.few and extra[-2:] == (stored, 3) and len(extra) == len(given) + 2
     for source in {known.source.path for known in FORMS}:
@@ -225,7 +240,7 @@ def attend(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
     [
         *((rows, 8, 2048) for rows in (1, 6, 12, 16, 24, 36)),
         *((rows, 64, 2048) for rows in (6, 36)),
-        *((140, 8, 700), (6, 4, 256), (9, 5, 100), (6, 16, 2048), (40, 16, 300)),
+        *((140, 8, 700), (300, 5, 2048), (300, 16, 300), (6, 4, 256), (9, 5, 100), (6, 16, 2048), (40, 16, 300)),
         *((6, 32, 2048), (20, 24, 300), (140, 64, 700), (7, 128, 2048), (6, 8, 4096), (3, 64, 4096)),
     ],
 )

@@ -54,14 +54,16 @@ def _attend(q: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: floa
     width = slots.shape[1]
     how = cut(rows, heads, cache.dtype is torch.uint8, width, _processors(q.device))
     launch = Launch(
-        grid=(rows * how.blocks, -(-heads // how.form.heads)),
+        grid=(how.across, -(-heads // how.form.heads)),
         block=(how.form.threads,),
         cluster=(how.blocks,) if how.blocks > 1 else None,
         shared_bytes=how.shared_bytes,
         programmatic=True,
     )
     arguments = (q, cache, slots, counts, out, heads, width, slots.stride(0), q.stride(0), scale / math.log(2))
-    if stored is not None and how.form.few:
+    if how.form.stays:
+        kernel(how.form)(launch, *arguments, rows)
+    elif stored is not None and how.form.few:
         kernel(replace(how.form, early=True))(launch, *arguments, stored, stored.shape[0])
     else:
         kernel(how.form)(launch, *arguments)

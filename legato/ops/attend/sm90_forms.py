@@ -15,6 +15,8 @@ from legato.ops.cache.layout import LATENT_BYTES, LATENT_ROPE, LATENT_WIDTH
 
 #: Entries of a selection that a block takes at a time.
 UNIT = 128
+#: Of a block that stays.
+STAYING_UNIT = 64
 #: Most shared memory of a block, and the most that lets two of them share a multiprocessor.
 MOST_BYTES, HALF_BYTES = 227 * 1024, 113 * 1024
 #: Up to so many rows the bits of a row depend on no other row, whatever the selection's width.
@@ -29,17 +31,20 @@ _WIDTH = LATENT_WIDTH + LATENT_ROPE
 
 class Way(IntEnum):
     """What a part is, of those that a row is added up from: a unit, where a block has one (ONE) or several (EACH), or
-    all units of a block (RUNNING). The first two give the same bits, whatever the number of blocks."""
+    all units of a block (RUNNING). The first two give the same bits, whatever the number of blocks. STAYING: a block takes whole
+    rows, one after the other."""
 
     ONE = 0
     EACH = 1
     RUNNING = 2
+    STAYING = 3
 
 
 @dataclass(frozen=True)
 class Form:
-    """One compiled form. `heads`: 8 or 16 (`sparse_mla_few.cu`), or 64 (`sparse_mla_many.cu`, always RUNNING);
-    `packed`: the cache is of the 656-byte layout; `early`: tokens are fetched before the preceding kernel has ended."""
+    """One compiled form. `heads`: 8 or 16 (`sparse_mla_few.cu`, or `sparse_mla_rows.cu` if STAYING), or 64
+    (`sparse_mla_many.cu`, always RUNNING); `packed`: the cache is of the 656-byte layout; `early`: tokens are fetched before the
+    preceding kernel has ended."""
 
     heads: int
     packed: bool
@@ -51,8 +56,12 @@ class Form:
         return self.heads <= 16
 
     @property
+    def stays(self) -> bool:
+        return self.way is Way.STAYING
+
+    @property
     def threads(self) -> int:
-        return 256 if self.few else 384
+        return 128 if self.stays else 256 if self.few else 384
 
     @property
     def bulk(self) -> bool:
@@ -64,12 +73,15 @@ class Form:
     def resident(self) -> int:
         """Blocks that a multiprocessor must hold: where rows are many, one works while the other waits for its tokens. With 16
         heads they would spill."""
-        return 2 if self.bulk and self.heads == 8 else 1
+        return 2 if self.stays or (self.bulk and self.heads == 8) else 1
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory but for the inbox of `sparse_mla_few.cu`, as the sources lay it out; they check it."""
+        """Shared memory but for the inbox of `sparse_mla_few.cu`, as the sources lay it out; they check it (with 16 heads, two
+        blocks that stay take all that a multiprocessor has)."""
         queries = 2 * _WIDTH * self.heads
+        if self.stays:
+            return 2 * _WIDTH * STAYING_UNIT + 2 * queries + (2 * STAYING_UNIT + 2 * 4 * 4) * self.heads
         if not self.few:
             return 2 * _WIDTH * UNIT + queries + 5 * 4 * self.heads + 16 + 80 + PARTS * self.heads * 8
         tokens = UNIT * (LATENT_BYTES if self.packed else 2 * _WIDTH)
@@ -90,6 +102,8 @@ class Form:
         macros: dict[str, int | str] = {"FP8": int(self.packed), "FIXED_BYTES": self.fixed_bytes}
         if not self.few:
             return Source(_FOLDER / "sparse_mla_many.cu", macros)
+        if self.stays:
+            return Source(_FOLDER / "sparse_mla_rows.cu", {"HEADS": self.heads, "FIXED_BYTES": self.fixed_bytes})
         macros |= {"HEADS": self.heads, "MODE": int(self.way), "EARLY": int(self.early)}
         macros |= {"BULK": int(self.bulk), "RESIDENT": self.resident}
         return Source(_FOLDER / "sparse_mla_few.cu", macros)
@@ -100,9 +114,10 @@ FORMS = (
         Form(heads, packed, way, early)
         for heads in (8, 16)
         for packed in (False, True)
-        for way in Way
+        for way in (Way.ONE, Way.EACH, Way.RUNNING)
         for early in (False, True)
     ),
+    *(Form(heads, packed=False, way=Way.STAYING) for heads in (8, 16)),
     *(Form(64, packed) for packed in (False, True)),
 )
 
@@ -110,11 +125,12 @@ FORMS = (
 @dataclass(frozen=True)
 class Cut:
     """A launch: the form, the thread blocks that share a row and its heads (a power of two, or three), the shared memory of
-    each."""
+    each, and blocks of all rows."""
 
     form: Form
     blocks: int
     shared_bytes: int
+    across: int
 
 
 @cache
@@ -123,13 +139,15 @@ def cut(rows: int, heads: int, packed: bool, width: int, processors: int) -> Cut
 
     Few heads and up to 16 units: as many blocks as there are units, fewer where the clusters would not run at once; the
     bits are the same. Otherwise one number of blocks for up to `INVARIANT_ROWS` rows, and beyond them the number that
-    keeps a multiprocessor shortest.
+    keeps a multiprocessor shortest; or blocks that stay, if there are more rows than multiprocessors.
     """
     most_heads = next((most for most in (8, 16) if heads <= most), 64)
     units = max(1, -(-width // UNIT))
     most = min(PARTS, 1 << (units - 1).bit_length())
     groups = rows * -(-heads // most_heads)
     chosen = _separate(most_heads, packed, units, most, groups, processors)
+    if chosen is None and most_heads <= 16 and not packed and rows > max(processors, INVARIANT_ROWS):
+        chosen = Form(most_heads, packed, Way.STAYING), 1
     if chosen is None:
         running = Form(most_heads, packed)
         blocks = most if rows <= INVARIANT_ROWS else _quickest(groups, units, most, processors, running)
@@ -140,7 +158,8 @@ def cut(rows: int, heads: int, packed: bool, width: int, processors: int) -> Cut
     needed = form.shared_bytes(units, blocks)
     # Two blocks on one multiprocessor would leave others idle.
     alone = groups * blocks <= processors
-    return Cut(form, blocks, max(needed, HALF_BYTES + 1024) if alone else needed)
+    across = min(rows, form.resident * processors) if form.stays else rows * blocks
+    return Cut(form, blocks, max(needed, HALF_BYTES + 1024) if alone else needed, across)
 
 
 def _separate(heads: int, packed: bool, units: int, most: int, groups: int, processors: int) -> tuple[Form, int] | None:

@@ -12,7 +12,7 @@
 // Each part pushes its sums, maxima and sums of weights into the shared memory of the blocks that own the values
 // (st.async), and the owners add the parts up in order. A part is a unit (MODE 0: at most one in a block; MODE 1:
 // several), so that the bits of a row depend neither on other rows nor on the number of blocks; or all units of a block
-// (MODE 2, for very many rows and for more than 16 units). Tokens are refilled for the next unit as soon as their values are
+// (MODE 2, for many rows and for more than 16 units; sparse_mla_rows.cu is for still more rows of a bfloat16 cache). Tokens are refilled for the next unit as soon as their values are
 // summed: bfloat16 column by column, FP8 those of a group of warps.
 //
 // Entries that do not count are never read: their tokens are zeros, their scores minus infinity.

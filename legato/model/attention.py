@@ -25,7 +25,7 @@ from legato.ops import (
     sparse_mla,
     top_k,
 )
-from legato.ops.attend.masked import HEADS, UNIT
+from legato.ops.attend.masked import HEADS, UNIT, sharing_pays
 from legato.ops.prologue import IndexNorm, LatentNorm, Places
 
 INDEX_NORM_EPS = 1e-6
@@ -70,9 +70,8 @@ def attention(
         q, index_q, gates = prologue_full(
             qkv, q, weights.absorb, norm, index_norm, places, cache.latent, cache.index
         )  # fmt: skip
-        selection = shared(
-            select(index_q, gates, cache.index, step, spec.index_topk), step, q.shape[1], cache.latent.shape[0]
-        )
+        selection = select(index_q, gates, cache.index, step, spec.index_topk)
+        selection = shared(selection, step, q.shape[1], cache.latent)
         stored = None
     o = linear_heads(_attend(q, cache.latent, selection, spec, stored), weights.expand)
     return weights.o.linear(o.flatten(1)), selection
@@ -91,14 +90,16 @@ def _attend(q: Tensor, latents: Tensor, selection: Selection, spec: ModelSpec, s
     return torch.cat((o, alone))
 
 
-def shared(selection: Selection, step: Step, heads: int, num_pages: int) -> Selection:
-    """The selection with masks for groups of rows whose heads fill `masked_mla`, where the step says that rows share tokens."""
-    each = HEADS // heads if HEADS % heads == 0 else 1
-    num_rows = step.request.shape[0] // each * each
-    if step.prompt is None or each == 1 or not num_rows:
+def shared(selection: Selection, step: Step, heads: int, latents: Tensor) -> Selection:
+    """The selection with masks for groups of rows whose heads fill `masked_mla`, where all are of one request and it pays."""
+    if step.prompt is None or latents.dtype == torch.uint8:
         return selection
+    if not sharing_pays(step.request.shape[0], step.prompt.tokens.shape[0], heads):
+        return selection
+    each = HEADS // heads
+    num_rows = step.request.shape[0] // each * each
     tokens, pages = step.prompt.tokens, step.prompt.pages
-    places = torch.full((num_pages,), -1, dtype=torch.int32, device=pages.device)
+    places = torch.full((latents.shape[0],), -1, dtype=torch.int32, device=pages.device)
     places.scatter_(0, pages, torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device))
     units = -(-tokens.shape[0] // UNIT)
     masks = mark_selected(selection.slots[:num_rows], selection.counts[:num_rows], places, units, each)

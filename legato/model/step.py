@@ -47,7 +47,7 @@ class Step:
         cos, sin: [T, R/2] float32 rotary tables at `positions`.
         score_bytes: most memory for the index scores of a layer; rows are scored a few at a time to keep to it.
         plans: of these very rows, for every layer that sees them, the draft layer's included.
-        prompt: the request, where rows are so many of one that they had better share tokens.
+        prompt: the request, where all rows are of one: they may share tokens.
     """
 
     positions: Tensor

@@ -140,20 +140,12 @@ def build_batch(plan: Plan, rows: Rows, spec: ModelSpec) -> Batch:
     return Batch(ids, next_ids, step, samplers)
 
 
-SHARED_ROWS, SHARED_TOKENS, TOKENS_PER_ROW = 256, 12288, 12
-"""From so many rows of one request, up to so many tokens of it and up to so many for each of the rows, rows share tokens: beyond,
-each had better read its own. Sharing rows go through all tokens, which takes as long for few rows as for many."""
-
-
 def _prompt(plan: Plan, rows: Rows) -> Prompt | None:
-    """The one request of a plan, where its rows share tokens."""
+    """The one request of a plan."""
     if plan.decodes or len(plan.extends) != 1:
         return None
     extend = plan.extends[0]
     length = extend.start + len(extend.tokens)
-    num_rows = len(extend.tokens)
-    if num_rows < SHARED_ROWS or length > min(SHARED_TOKENS, TOKENS_PER_ROW * num_rows):
-        return None
     pages = rows.page_table[extend.row, : -(-length // PAGE_SIZE)]
     offsets = torch.arange(PAGE_SIZE, dtype=torch.int32, device=pages.device)
     return Prompt((pages[:, None] * PAGE_SIZE + offsets).view(-1)[:length].contiguous(), pages.long())

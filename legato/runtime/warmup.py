@@ -27,8 +27,9 @@ LOG = logging.getLogger(__name__)
 
 _STRIDE = 7919
 """A prime, between the ids of neighbouring tokens of the prompts that are run."""
-_EDGES = (1, 2, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Row counts of the kernels' forms; 1024: of 256 experts, eight a row, each has more than a narrow product takes."""
+_EDGES = (1, 2, 4, 6, 8, 16, 32, 64, 128, 132, 256, 512, 1024)
+"""Row counts of the kernels' forms; 132: each multiprocessor of an H200 has a row; 1024: of 256 experts, eight a row, each has
+more than a narrow product takes."""
 Report = Callable[[str, int, int], None]
 """What is being done, how many steps of it are done, and of how many."""
 

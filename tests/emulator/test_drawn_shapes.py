@@ -16,6 +16,8 @@ pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops import attend, linear_bf16, linear_draft, linear_fp8_block, moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4
 from legato.ops.attend import masked
+from legato.ops.attend import sm90 as attention
+from legato.ops.attend.sm90_forms import Cut, Form, Way
 from legato.ops.case import Case, Tolerance
 from legato.ops.experts import cases as experts
 from legato.ops.experts import sm90_launch, sm90_route
@@ -126,3 +128,20 @@ def test_drawn_shapes_agree_with_the_reference(kind: str, uninitialised_is_nan: 
         assert problem is None, f"seed {seed}: {case.name}: {problem}"
         launches += len(launched)
     assert launches >= 6, "most draws should reach a kernel"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_that_stay_take_row_after_row(
+    seed: int, monkeypatch: pytest.MonkeyPatch, uninitialised_is_nan: None
+) -> None:
+    """As on a GPU of so few multiprocessors that one to three blocks take all rows, of nothing to several units."""
+    implemented("sm90")
+    draw = random.Random(seed)
+    heads, across = draw.choice([1, 5, 8, 9, 16]), draw.randint(1, 3)
+    form = Form(8 if heads <= 8 else 16, False, Way.STAYING)
+    monkeypatch.setattr(attention, "cut", lambda *_: Cut(form, 1, form.fixed_bytes, across))
+    case = attend._absorbed_case(draw.randint(3, 9), heads, draw.choice([7, 63, 64, 65, 130, 200]), BF16, BF16)
+    loose = Tolerance(2 * case.tolerance.relative, 2 * case.tolerance.absolute)
+    problem, launched = outcome(replace(case, tolerance=loose), "sm90", seed)
+    assert problem is None, f"{case.name}: {problem}"
+    assert [name for name, _, _ in launched] == ["sparse_mla"]

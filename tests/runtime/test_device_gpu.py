@@ -139,7 +139,7 @@ def test_ends_of_several_graphs_change_nothing(monkeypatch: pytest.MonkeyPatch):
                 found.setdefault(progress.request_id, []).extend(progress.tokens)
     assert [found[f"r{index}"] for index in range(len(texts))] == alone
     cut = [plan.layers for plan in plans if plan.layers is not None and plan.extends[0].next_token is None]
-    every_graph = [range(0, 2), range(2, 4), range(4, 6), range(6, 7)]
+    every_graph = [range(2), range(2, 4), range(4, 6), range(6, 7)]
     assert cut == every_graph * len(texts), "a plan of its own for each"
 
 

@@ -71,7 +71,7 @@ def attention(
             qkv, q, weights.absorb, norm, index_norm, places, cache.latent, cache.index
         )  # fmt: skip
         selection = select(index_q, gates, cache.index, step, spec.index_topk)
-        selection = shared(selection, step, q.shape[1], cache.latent)
+        selection = shared(selection, step, q.shape[1], cache.latent.shape[0])
         stored = None
     o = linear_heads(_attend(q, cache.latent, selection, spec, stored), weights.expand)
     return weights.o.linear(o.flatten(1)), selection
@@ -90,16 +90,14 @@ def _attend(q: Tensor, latents: Tensor, selection: Selection, spec: ModelSpec, s
     return torch.cat((o, alone))
 
 
-def shared(selection: Selection, step: Step, heads: int, latents: Tensor) -> Selection:
+def shared(selection: Selection, step: Step, heads: int, num_pages: int) -> Selection:
     """The selection with masks for groups of rows whose heads fill `masked_mla`, where all are of one request and it pays."""
-    if step.prompt is None or latents.dtype == torch.uint8:
-        return selection
-    if not sharing_pays(step.request.shape[0], step.prompt.tokens.shape[0], heads):
+    if step.prompt is None or not sharing_pays(step.request.shape[0], step.prompt.tokens.shape[0], heads):
         return selection
     each = HEADS // heads
     num_rows = step.request.shape[0] // each * each
     tokens, pages = step.prompt.tokens, step.prompt.pages
-    places = torch.full((latents.shape[0],), -1, dtype=torch.int32, device=pages.device)
+    places = torch.full((num_pages,), -1, dtype=torch.int32, device=pages.device)
     places.scatter_(0, pages, torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device))
     units = -(-tokens.shape[0] // UNIT)
     masks = mark_selected(selection.slots[:num_rows], selection.counts[:num_rows], places, units, each)

@@ -29,7 +29,7 @@ def test_masks_are_the_selection_again() -> None:
     blank = torch.zeros(261)
     step = Step(blank, blank, torch.zeros(1, 6), lengths, blank, blank, blank, prompt=Prompt(tokens, pages))
     cache = torch.randn(9, 64, 24, generator=generator)
-    selection = shared(Selection(slots, counts), step, 8, cache)
+    selection = shared(Selection(slots, counts), step, 8, 9)
     together = selection.together
     assert together is not None and together.num_rows == 256
     assert together.lengths.tolist() == list(range(98, 347, 8))
@@ -41,12 +41,11 @@ def test_masks_are_the_selection_again() -> None:
 
 @pytest.mark.parametrize("heads", [64, 7, 128, 4])
 def test_rows_that_fill_the_product_alone_share_nothing(heads: int) -> None:
-    blank, cache = torch.zeros(300), torch.zeros(9, 64, 24)
+    blank = torch.zeros(300)
     step = Step(blank, blank, blank, blank, blank, blank, blank, prompt=Prompt(blank, blank))
     selection = Selection(blank, blank)
-    assert shared(selection, step, heads, cache) is selection
-    assert shared(selection, replace(step, prompt=None), 8, cache) is selection
-    assert shared(selection, step, 8, cache.to(torch.uint8)) is selection, "no kernel shares FP8 tokens"
+    assert shared(selection, step, heads, 9) is selection
+    assert shared(selection, replace(step, prompt=None), 8, 9) is selection
 
 
 def test_rows_share_tokens_where_that_was_faster() -> None:

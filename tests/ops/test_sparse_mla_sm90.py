@@ -367,14 +367,15 @@ def test_every_length_from_nothing_to_2048(heads: int, cached: torch.dtype) -> N
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [8, 16, 32])
-def test_a_prompts_rows_together_see_all_that_is_before_them(heads: int) -> None:
+def test_a_prompts_rows_together_see_all_that_is_before_them(heads: int, cached: torch.dtype) -> None:
     """Rows under k: each selects every token up to its own. What is behind the request on its last page, and other pages, is
     NaN."""
     draw = Draw(torch.Generator("cuda").manual_seed(heads), torch.device("cuda"))
     rows = 600
     tokens, places, slots, counts = _request(draw, 0, rows, 2048, 16)
-    cache = poisoned(latent_cache(draw, torch.bfloat16, 16), slots, counts)
+    cache = poisoned(latent_cache(draw, cached, 16), slots, counts)
     each = 64 // heads
     masks = sm90_masked.run_mark(slots, counts, places, -(-rows // 128), each)
     assert torch.equal(masks, mark_selected.reference(slots, counts, places, -(-rows // 128), each))

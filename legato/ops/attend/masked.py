@@ -30,8 +30,8 @@ _GROUPS_AT_ONCE = 124
 
 
 def sharing_pays(rows: int, length: int, heads: int) -> bool:
-    """Whether the last `rows` rows of a request of `length` tokens, on a bfloat16 cache, are done sooner if they share tokens:
-    they go through all that is before them then, where on its own each reads what it has selected."""
+    """Whether the last `rows` rows of a request of `length` tokens are done sooner if they share tokens: they go through all that
+    is before them then, where on its own each reads what it has selected."""
     if rows < _LEAST_ROWS or heads not in _TOKENS_PER_ROW:
         return False
     seen = length - rows / 2  # by a row, on average
@@ -149,5 +149,7 @@ MASKED_CASES = (
         for start, width in ((0, 2048), (150, 100))
         for heads in (8, 16)
     ),
+    _case(150, 64, 8, 100, torch.bfloat16, torch.uint8),
     *(_case(start, 1024, 8, 2048, torch.bfloat16, torch.bfloat16) for start in (0, 7168)),
+    _case(7168, 1024, 8, 2048, torch.bfloat16, torch.uint8),
 )

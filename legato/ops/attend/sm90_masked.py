@@ -17,7 +17,8 @@ from legato.ops.attend import mark_selected, masked_mla
 from legato.ops.attend.masked import HEADS
 from legato.ops.attend.sm90_forms import MOST_BYTES, Form
 from legato.ops.build import Kernel, Launch, Source
-from legato.ops.cache.layout import LATENT_ROPE, LATENT_WIDTH
+from legato.ops.cache import read_latent_rows
+from legato.ops.cache.layout import LATENT_ROPE, LATENT_WIDTH, PAGE
 from legato.ops.strides import dense, is_dense
 
 _WIDTH = LATENT_WIDTH + LATENT_ROPE
@@ -55,12 +56,22 @@ def run_mark(slots: Tensor, counts: Tensor, page_places: Tensor, units: int, row
     return masks
 
 
+def _widened(cache: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of an FP8 cache as a bfloat16 cache of their own, in order: hundreds of rows read each of them."""
+    rows = read_latent_rows(cache, tokens.long()).to(torch.bfloat16)
+    pages = -(-rows.shape[0] // PAGE)
+    rows = torch.constant_pad_nd(rows, (0, 0, 0, pages * PAGE - rows.shape[0]))
+    return rows.view(pages, PAGE, -1), torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+
+
 @masked_mla.on("sm90")
 def run_masked(
     q: Tensor, cache: Tensor, tokens: Tensor, lengths: Tensor, masks: Tensor, scale: float, latent_dim: int
 ) -> Tensor:
-    """bfloat16 queries of 8, 16 or 32 heads on a bfloat16 cache of 512 + 64: the kernel; otherwise the reference."""
+    """bfloat16 queries of 8, 16 or 32 heads on a bfloat16 or 656-byte cache of 512 + 64: the kernel; otherwise the reference."""
     rows, heads, width = q.shape
+    if cache.dtype == torch.uint8 and q.dtype == torch.bfloat16:
+        cache, tokens = _widened(cache, tokens)
     shape = heads in (8, 16, 32) and (latent_dim, width) == (LATENT_WIDTH, _WIDTH) and is_dense(cache)
     types = q.dtype, cache.dtype, tokens.dtype, masks.dtype
     if not shape or types != (torch.bfloat16, torch.bfloat16, torch.int32, torch.int64):

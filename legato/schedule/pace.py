@@ -158,17 +158,26 @@ class Pace:
             key = size_class(len(plan.decodes)), plan.num_drafts
             self._alone.setdefault(key, deque(maxlen=KEPT)).append(seconds)
             return
-        alone = self._decode_s(len(plan.decodes), plan.num_drafts)
-        if alone is None or seconds <= alone:
+        alone, rows = self._decode_s(len(plan.decodes), plan.num_drafts), self._rows(plan.extends)
+        if alone is None:
             return
-        kinds = self._kinds(self._layers(plan))
-        self._passes.setdefault(self._rows(plan.extends), _Pass()).observe(kinds, seconds - alone)
+        if seconds > alone:
+            self._passes.setdefault(rows, _Pass()).observe(self._kinds(self._layers(plan)), seconds - alone)
+        elif self._known(rows) is None:  # what was timed alone came late: as long as it is believed, no layer costs anything
+            key = self._timed(len(plan.decodes), plan.num_drafts)
+            assert key is not None
+            del self._alone[key]
+            self._tried[size_class(len(plan.decodes)), plan.num_drafts] = 0
+
+    def _timed(self, num_decoding: int, num_drafts: int) -> tuple[int, int] | None:
+        """Of iterations without a prompt that are known: those of so many requests, or of the next smaller number."""
+        size = size_class(num_decoding)
+        return max((key for key in self._alone if key[1] == num_drafts and key[0] <= size), default=None)
 
     def _decode_s(self, num_decoding: int, num_drafts: int) -> float | None:
-        """Seconds of an iteration without a prompt: of so many requests, or of the next smaller number that is known."""
-        size = size_class(num_decoding)
-        known = max((other for other, drafts in self._alone if drafts == num_drafts and other <= size), default=None)
-        return None if known is None else statistics.median(self._alone[known, num_drafts])
+        """Seconds of an iteration without a prompt."""
+        key = self._timed(num_decoding, num_drafts)
+        return None if key is None else statistics.median(self._alone[key])
 
     def _rows(self, extends: Sequence[Extend]) -> Rows:
         """What these chunks cost about as much as."""

@@ -84,6 +84,23 @@ def test_what_was_never_seen_alone_goes_alone_first():
     assert not Pace(LAYERS, 0.0).goes_alone(1, 5)
 
 
+def test_what_came_late_when_alone_is_timed_again():
+    """Or a prompt would go one layer at a time for as long as others decode: no plan takes longer than what is believed."""
+    pace = Pace(LAYERS, slowdown=2.0)
+    assert pace.goes_alone(2, 5)
+    pace.observe(plan(2), 0.080)  # of an iteration that takes 7 ms
+    assert not pace.goes_alone(2, 5)
+    pace.observe(plan(2, 512, range(1)), 0.008)
+    assert pace.goes_alone(2, 5) and pace.stop(1, chunk(512), 2, 5) == 2
+    pace.observe(plan(2), 0.007)
+    assert not pace.goes_alone(2, 5)
+    for start in range(1, 9):
+        pace.observe(plan(2, 512, range(start, start + 1)), 0.008)
+    pace.observe(plan(2, 512, range(9, 10)), 0.0069)
+    assert not pace.goes_alone(2, 5), "costs are known: now it is this plan that was quick"
+    assert pace.stop(9, chunk(512), 2, 5) > 12
+
+
 def test_layers_of_one_kind_teach_each_other():
     """Where a plan ends changes from pass to pass: what its layers took together says what other plans will take."""
     pace = Pace(LAYERS, slowdown=2.0)

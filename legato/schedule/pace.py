@@ -163,7 +163,9 @@ class Pace:
             return
         if seconds > alone:
             self._passes.setdefault(rows, _Pass()).observe(self._kinds(self._layers(plan)), seconds - alone)
-        elif self._known(rows) is None:  # what was timed alone came late: as long as it is believed, no layer costs anything
+        elif (
+            self._known(rows) is None
+        ):  # what was timed alone came late: while that is believed, no layer costs anything
             key = self._timed(len(plan.decodes), plan.num_drafts)
             assert key is not None
             del self._alone[key]

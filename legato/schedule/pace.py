@@ -33,6 +33,8 @@ LEAST = 0.05
 KEPT = 16
 """Iterations without a prompt, of which the median counts: one in front of a prompt comes back late, because the host is busy
 with launching that."""
+LATE = 0.8
+"""Of what iterations took alone: what carries a prompt in less than that says that those had come late. More may be scatter."""
 TRIES = 4
 """Plans that run without a prompt, at most, for it to be known what they take alone: one is in the air when the next is made."""
 
@@ -163,9 +165,7 @@ class Pace:
             return
         if seconds > alone:
             self._passes.setdefault(rows, _Pass()).observe(self._kinds(self._layers(plan)), seconds - alone)
-        elif (
-            self._known(rows) is None
-        ):  # what was timed alone came late: while that is believed, no layer costs anything
+        elif seconds < LATE * alone and self._known(rows) is None:  # while it is believed, no layer costs anything
             key = self._timed(len(plan.decodes), plan.num_drafts)
             assert key is not None
             del self._alone[key]

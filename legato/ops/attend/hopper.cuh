@@ -1,4 +1,4 @@
-// What both sparse_mla kernels say to the hardware: copies, barriers, pushes into another block's shared memory,
+// What the sparse_mla kernels say to the hardware: copies, barriers, pushes into another block's shared memory,
 // conversions.
 #pragma once
 

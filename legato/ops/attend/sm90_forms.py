@@ -1,4 +1,4 @@
-"""How rows of attention are cut on Hopper: the compiled forms of the two kernels, the memory they take, the blocks of a row.
+"""How rows of attention are cut on Hopper: the compiled forms of the three kernels, the memory they take, the blocks of a row.
 
 Owns what depends on shapes alone. Knows no tensor and launches nothing. Called by `sm90.py` and the tests.
 """
@@ -77,8 +77,7 @@ class Form:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory but for the inbox of `sparse_mla_few.cu`, as the sources lay it out; they check it (with 16 heads, two
-        blocks that stay take all that a multiprocessor has)."""
+        """Shared memory but for the inbox of `sparse_mla_few.cu`, as the sources lay it out; they check it."""
         queries = 2 * _WIDTH * self.heads
         if self.stays:
             return 2 * _WIDTH * STAYING_UNIT + 2 * queries + (2 * STAYING_UNIT + 2 * 4 * 4) * self.heads

@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 lower_half(u32 address) { return u32(swizzled(add
 __device__ __forceinline__ u64 matrix(u32 from, int bytes) { return swizzled(0) & ~0xffffffffull | (from + (bytes >> 4)); }
 __device__ __forceinline__ u32 transposed(u32 pair) {  // of 8 x 8 numbers, two a lane
   u32 v;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
   return v;
 }
 

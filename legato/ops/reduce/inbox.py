@@ -19,6 +19,8 @@ MOST_RANKS = 8
 MOST_ROWS = 128
 #: 32-bit words of one gather: six rows of logits between two ranks of GLM-5.2, in float32, and 27 between eight.
 MOST_WORDS = 1 << 19
+#: Calls, one after the other, up to which rows or words that are more than one takes go through an inbox all the same.
+MOST_CALLS = 4
 #: Thread blocks of a gather at most, whose calls a header counts.
 GATHER_BLOCKS = 64
 HEADER_BYTES = 4096

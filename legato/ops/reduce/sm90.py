@@ -19,7 +19,7 @@ from torch import Tensor
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.pointwise import rms_norm
 from legato.ops.reduce import Exchange, Recorded, add_rms_norm, all_gather, all_reduce_add_norm
-from legato.ops.reduce.inbox import GATHER_BLOCKS, MOST_RANKS, MOST_WORDS, Inbox, InboxShape
+from legato.ops.reduce.inbox import GATHER_BLOCKS, MOST_CALLS, MOST_RANKS, MOST_WORDS, Inbox, InboxShape
 from legato.ops.strides import dense
 
 _ADD_NORM = Path(__file__).with_name("sm90_add_norm.cu")
@@ -30,8 +30,6 @@ _MOST_THREADS = 768
 _GATHER_THREADS = 256
 #: Blocks that share a row of a sum, of those the most that have whole warps each.
 _BLOCKS = (8, 4, 2)
-#: Calls through an inbox, one after the other, up to which rows or words that are more than it takes go through it all the same.
-_MOST_CALLS = 4
 #: Up to so many ranks: rows of a sum up to which blocks share each of them. Many ranks have too many words for one block; for few
 #: it pays while a sum leaves most multiprocessors idle.
 _SHARED_ROWS = {4: 8, MOST_RANKS: 32}
@@ -147,7 +145,7 @@ def all_reduce_add_norm_sm90(
     summed and normed in one launch; PyTorch for other types and widths."""
     if is_served(weight, partial, residual):
         rows, width = residual.shape
-        if isinstance(exchange, Inbox) and rows <= _MOST_CALLS * exchange.shape.rows and width == exchange.shape.width:
+        if isinstance(exchange, Inbox) and rows <= MOST_CALLS * exchange.shape.rows and width == exchange.shape.width:
             return _through_inbox(partial, residual, weight, eps, exchange)
         parts = exchange.gather(partial)
         if 1 < len(parts) <= MOST_RANKS:
@@ -180,7 +178,7 @@ def all_gather_sm90(shard: Tensor, exchange: Exchange) -> Tensor:
     """Through inboxes, where the exchange has one and `shard` is few enough whole words; else what the exchange gathers, one
     behind the other in one launch; PyTorch for what is no whole words."""
     words, rest = divmod(shard.nbytes, 4)
-    if not isinstance(exchange, Inbox) or rest or not 0 < words <= _MOST_CALLS * MOST_WORDS:
+    if not isinstance(exchange, Inbox) or rest or not 0 < words <= MOST_CALLS * MOST_WORDS:
         parts = exchange.gather(shard)
         if rest or not words or not shard.is_cuda or not 1 < len(parts) <= MOST_RANKS:
             return all_gather.reference(parts[0], Recorded((), tuple(parts[1:])))

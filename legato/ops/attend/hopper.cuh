@@ -23,6 +23,9 @@ __device__ __forceinline__ uint4 load_fresh(const uint4 *pointer) {
                : "l"(pointer));
   return v;
 }
+// Where the compiler shall add nothing up again: what is behind an address is a constant behind it in the instruction.
+__device__ __forceinline__ void settle(u32 &address) { asm volatile("" : "+r"(address)); }
+__device__ __forceinline__ void settle(const u8 *&pointer) { asm volatile("" : "+l"(pointer)); }
 // 16 bytes, or as many zeros.
 __device__ __forceinline__ void copy_async(u32 target, const void *source, bool wanted) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(wanted ? 16 : 0)

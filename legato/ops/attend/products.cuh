@@ -25,6 +25,10 @@ __device__ __forceinline__ void hold(float (&d)[COUNT]) {
 __device__ __forceinline__ u64 swizzled(u32 address) {
   return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((address & 0x3FFFF) >> 4);
 }
+// What `swizzled` describes, `bytes` behind a matrix whose description has the lower half `from`: an addition each, where masks
+// and shifts for all of them would be several hundred instructions.
+__device__ __forceinline__ u32 lower_half(u32 address) { return u32(swizzled(address)); }
+__device__ __forceinline__ u64 matrix(u32 from, int bytes) { return swizzled(0) & ~0xffffffffull | (from + (bytes >> 4)); }
 
 // A K-major in shared memory (TRANSPOSED: M-major), B K-major in shared memory. A thread's part of D: rows g and g + 8
 // of its warp's 16, columns 2t and 2t + 1 of each 8.

@@ -31,6 +31,7 @@
 
 #include "hopper.cuh"
 #include "products.cuh"
+#include "softmax.cuh"
 
 constexpr int THREADS = 256, UNIT = 128, TILE = 64;
 constexpr int LATENT = 512;
@@ -64,10 +65,6 @@ static_assert(INBOX_AT % 16 == 0, "");
 static_assert(HEADS * (LATENT * 2 + 16) <= TOKENS_BYTES, "");
 constexpr u32 NOTHING = 0xffffffffu;
 
-// What `swizzled` describes, `bytes` behind a matrix whose description has the lower half `from`: an addition each, where masks
-// and shifts for all of them would be several hundred instructions.
-__device__ __forceinline__ u32 lower_half(u32 address) { return u32(swizzled(address)); }
-__device__ __forceinline__ u64 matrix(u32 from, int bytes) { return swizzled(0) & ~0xffffffffull | (from + (bytes >> 4)); }
 __device__ __forceinline__ u32 pack_p(float low, float high) {
   return FP8 ? pack_f16(low, high) : pack_bf16(low, high);
 }
@@ -83,9 +80,6 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
                : "r"(address)
                : "memory");
 }
-// Where the compiler shall add nothing up again: what is behind an address is a constant behind it in the instruction.
-__device__ __forceinline__ void settle(u32 &address) { asm volatile("" : "+r"(address)); }
-__device__ __forceinline__ void settle(const u8 *&pointer) { asm volatile("" : "+l"(pointer)); }
 // This lane's part in fetching tokens: of rows 16 * (warp of the group) + lane / 8 + 4i of both tiles, 16 bytes of each 128. A
 // group of warps fetches half of the latents, of which `cache` and `targets` are at the first, and what only the scores of its
 // tile need: rope, and an FP8 token's scales.
@@ -644,17 +638,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     for (int j = 0; j < HEADS / 8; ++j) {
       float2 f = make_float2(scale, scale);
       if (FP8) f = read_pair(shared + FACTORS_AT + (8 * j + 2 * t) * 4);
-      s[4 * j] = counted[0] ? s[4 * j] * f.x : NO_SCORE, s[4 * j + 1] = counted[0] ? s[4 * j + 1] * f.y : NO_SCORE;
-      s[4 * j + 2] = counted[1] ? s[4 * j + 2] * f.x : NO_SCORE,
-                s[4 * j + 3] = counted[1] ? s[4 * j + 3] * f.y : NO_SCORE;
-      float x = fmaxf(s[4 * j], s[4 * j + 2]), y = fmaxf(s[4 * j + 1], s[4 * j + 3]);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-        y = fmaxf(y, __shfl_xor_sync(~0u, y, step));
-      }
-      if (g == 0)
-        *reinterpret_cast<float2 *>(shared + WARPS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = make_float2(x, y);
+      count_scores(s, j, counted, f);
+      const float2 most = largest_scores(s, j);
+      if (g == 0) *reinterpret_cast<float2 *>(shared + WARPS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = most;
     }
     __syncthreads();
     if (FP8 && more && !BULK) {
@@ -672,36 +658,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         x = fmaxf(x, v.x), y = fmaxf(y, v.y);
       }
       x = fmaxf(x, maximum[2 * j]), y = fmaxf(y, maximum[2 * j + 1]);
-      const float from_x = x == NO_SCORE ? 0 : x, from_y = y == NO_SCORE ? 0 : y;
-      if (again) {
-        const float shrink_x = exp2_fast(maximum[2 * j] - from_x), shrink_y = exp2_fast(maximum[2 * j + 1] - from_y);
-        sum[2 * j] *= shrink_x, sum[2 * j + 1] *= shrink_y;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          o[i][4 * j] *= shrink_x, o[i][4 * j + 1] *= shrink_y;
-          o[i][4 * j + 2] *= shrink_x, o[i][4 * j + 3] *= shrink_y;
-        }
-      }
-      maximum[2 * j] = x, maximum[2 * j + 1] = y;
-      const float p0 = exp2_fast(s[4 * j] - from_x), p1 = exp2_fast(s[4 * j + 1] - from_y);
-      const float p2 = exp2_fast(s[4 * j + 2] - from_x), p3 = exp2_fast(s[4 * j + 3] - from_y);
-      sum[2 * j] += p0 + p2, sum[2 * j + 1] += p1 + p3;
+      weigh(s, j, make_float2(x, y), maximum, sum, o, again);
       const int head = 8 * j + lane % 8, piece = warp % 4 * 2 + lane / 8 % 2;
-      store_matrices_transposed(p_at + group * P_STRIDE + head * 128 + ((piece ^ head) & 7) * 16, pack_p(p0, p1),
-                                pack_p(p2, p3));
+      store_matrices_transposed(p_at + group * P_STRIDE + head * 128 + ((piece ^ head) & 7) * 16,
+                                pack_p(s[4 * j], s[4 * j + 1]), pack_p(s[4 * j + 2], s[4 * j + 3]));
     }
     if (complete) {
       // What the other blocks must know of this one.
 #pragma unroll
       for (int j = 0; j < HEADS / 8; ++j) {
-        float x = sum[2 * j], y = sum[2 * j + 1];
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          x += __shfl_xor_sync(~0u, x, step);
-          y += __shfl_xor_sync(~0u, y, step);
-        }
+        const float2 all = summed_over_tokens(sum[2 * j], sum[2 * j + 1]);
         if (g == 0) {
-          *reinterpret_cast<float2 *>(shared + WARP_SUMS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = make_float2(x, y);
+          *reinterpret_cast<float2 *>(shared + WARP_SUMS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = all;
           if (warp == 0)
             *reinterpret_cast<float2 *>(shared + MAXIMA_AT + (8 * j + 2 * t) * 4) =
                 make_float2(maximum[2 * j], maximum[2 * j + 1]);

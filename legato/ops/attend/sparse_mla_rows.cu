@@ -16,6 +16,7 @@
 
 #include "hopper.cuh"
 #include "products.cuh"
+#include "softmax.cuh"
 
 constexpr int THREADS = 128, UNIT = 64, LATENT = 512, COLUMNS = LATENT / 64, ROPE = COLUMNS, ROW_BYTES = 1152;
 constexpr int COLUMN_BYTES = UNIT * 128;
@@ -29,8 +30,6 @@ constexpr int WARP_SUMS_AT = WARPS_AT + 4 * HEADS * 4;  // and its sum of weight
 static_assert(FIXED_BYTES == WARP_SUMS_AT + 4 * HEADS * 4, "");
 constexpr u32 NOTHING = 0xffffffffu;
 
-__device__ __forceinline__ u32 lower_half(u32 address) { return u32(swizzled(address)); }
-__device__ __forceinline__ u64 matrix(u32 from, int bytes) { return swizzled(0) & ~0xffffffffull | (from + (bytes >> 4)); }
 __device__ __forceinline__ u32 transposed(u32 pair) {  // of 8 x 8 numbers, two a lane
   u32 v;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
@@ -60,7 +59,7 @@ struct Fetch {
     for (int i = 0; i < 4; ++i) {
       const bool wanted = token[i] != NOTHING;
       const u8 *pointer = cache + size_t(wanted ? token[i] : 0) * 16;
-      asm volatile("" : "+l"(pointer));  // what is behind it is a constant in the instruction
+      settle(pointer);
 #pragma unroll
       for (int k = first; k < first + count; ++k)
         copy_async(targets[i % 2] + i * 512 + k * COLUMN_BYTES, pointer + k * 128, wanted);
@@ -158,17 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     // The largest score of each head over the unit.
 #pragma unroll
     for (int j = 0; j < HEADS / 8; ++j) {
-      s[4 * j] = counted[0] ? s[4 * j] * scale : NO_SCORE, s[4 * j + 1] = counted[0] ? s[4 * j + 1] * scale : NO_SCORE;
-      s[4 * j + 2] = counted[1] ? s[4 * j + 2] * scale : NO_SCORE,
-                s[4 * j + 3] = counted[1] ? s[4 * j + 3] * scale : NO_SCORE;
-      float x = fmaxf(s[4 * j], s[4 * j + 2]), y = fmaxf(s[4 * j + 1], s[4 * j + 3]);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-        y = fmaxf(y, __shfl_xor_sync(~0u, y, step));
-      }
-      if (g == 0)
-        *reinterpret_cast<float2 *>(shared + WARPS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = make_float2(x, y);
+      count_scores(s, j, counted, make_float2(scale, scale));
+      const float2 most = largest_scores(s, j);
+      if (g == 0) *reinterpret_cast<float2 *>(shared + WARPS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = most;
     }
     __syncthreads();
     if (more) {  // all scores are made
@@ -184,33 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const float2 v = read_pair(shared + WARPS_AT + (w * HEADS + 8 * j + 2 * t) * 4);
         x = fmaxf(x, v.x), y = fmaxf(y, v.y);
       }
-      const float from_x = x == NO_SCORE ? 0 : x, from_y = y == NO_SCORE ? 0 : y;
-      if (!starts) {
-        const float shrink_x = exp2_fast(maximum[2 * j] - from_x), shrink_y = exp2_fast(maximum[2 * j + 1] - from_y);
-        sum[2 * j] *= shrink_x, sum[2 * j + 1] *= shrink_y;
-#pragma unroll
-        for (int m = 0; m < COLUMNS; ++m) {
-          o[m][4 * j] *= shrink_x, o[m][4 * j + 1] *= shrink_y;
-          o[m][4 * j + 2] *= shrink_x, o[m][4 * j + 3] *= shrink_y;
-        }
-      }
-      maximum[2 * j] = x, maximum[2 * j + 1] = y;
-      const float p0 = exp2_fast(s[4 * j] - from_x), p1 = exp2_fast(s[4 * j + 1] - from_y);
-      const float p2 = exp2_fast(s[4 * j + 2] - from_x), p3 = exp2_fast(s[4 * j + 3] - from_y);
-      sum[2 * j] += p0 + p2, sum[2 * j + 1] += p1 + p3;
+      weigh(s, j, make_float2(x, y), maximum, sum, o, !starts);
       const int head = 8 * j + lane % 8, piece = warp * 2 + lane / 8 % 2;
-      store_matrices_transposed(base + P_AT + head * 128 + ((piece ^ head) & 7) * 16, pack_bf16(p0, p1),
-                                pack_bf16(p2, p3));
+      store_matrices_transposed(base + P_AT + head * 128 + ((piece ^ head) & 7) * 16, pack_bf16(s[4 * j], s[4 * j + 1]),
+                                pack_bf16(s[4 * j + 2], s[4 * j + 3]));
       if (ends) {
-        float all_x = sum[2 * j], all_y = sum[2 * j + 1];
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          all_x += __shfl_xor_sync(~0u, all_x, step);
-          all_y += __shfl_xor_sync(~0u, all_y, step);
-        }
-        if (g == 0)
-          *reinterpret_cast<float2 *>(shared + WARP_SUMS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) =
-              make_float2(all_x, all_y);
+        const float2 all = summed_over_tokens(sum[2 * j], sum[2 * j + 1]);
+        if (g == 0) *reinterpret_cast<float2 *>(shared + WARP_SUMS_AT + (warp * HEADS + 8 * j + 2 * t) * 4) = all;
       }
     }
     fence_async();

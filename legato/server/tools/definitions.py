@@ -101,6 +101,31 @@ class Tools:
         return UNKNOWN
 
 
+def custom_schema(title: str, *, is_nested: bool) -> dict[str, Any]:
+    """The JSON schema of a free-form tool, for an API's description of itself. `is_nested`: fields and grammar are objects of
+    their own, as in chat completions."""
+
+    def having(properties: Mapping[str, Any], *required: str) -> dict[str, Any]:
+        return {"type": "object", "properties": properties, "required": [*required]}
+
+    inside = {"syntax": {"enum": ["lark", "regex"]}, "definition": {"type": "string"}}
+    grammar = {"grammar": having(inside, *inside)} if is_nested else inside
+    forms = [
+        having({"type": {"const": "text"}}, "type"),
+        having({"type": {"const": "grammar"}, **grammar}, "type", *grammar),
+        {"type": "null"},
+    ]
+    fields = {
+        "name": {"type": "string"},
+        "description": {"type": ["string", "null"]},
+        "format": {"anyOf": forms, "description": "What its input looks like; a grammar is enforced."},
+    }
+    kind = {"type": {"const": "custom"}}
+    if is_nested:
+        return {"title": title, **having({**kind, "custom": having(fields, "name")}, "type", "custom")}
+    return {"title": title, **having({**kind, **fields}, "type", "name")}
+
+
 def refuse_others(fields: Mapping[str, Any], known: Sequence[str], where: str, what: str) -> None:
     """Refuses the first field that is none of the `known` ones of `what`, unless it says nothing. Raises `ParameterError`."""
     for name, value in fields.items():

@@ -20,7 +20,7 @@ from legato.server.generation import Job, Reader
 from legato.server.http.validation import MAX_ITEMS, OnlyFalse, OnlyTrue, RequestModel
 from legato.server.text.chat_template import ChatError, ChatTemplate
 from legato.server.text.messages import texts_in
-from legato.server.tools.definitions import Tools
+from legato.server.tools.definitions import Tools, custom_schema
 from legato.types import MAX_LOGPROBS, ParameterError
 
 MESSAGE_SCHEMA: dict[str, Any] = {
@@ -58,46 +58,10 @@ FUNCTION_SCHEMA: dict[str, Any] = {
     },
     "required": ["type", "function"],
 }
-CUSTOM_SCHEMA: dict[str, Any] = {
-    "title": "ChatCustomTool",
-    "type": "object",
-    "properties": {
-        "type": {"const": "custom"},
-        "custom": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string"},
-                "description": {"type": ["string", "null"]},
-                "format": {
-                    "anyOf": [
-                        {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
-                        {
-                            "type": "object",
-                            "properties": {
-                                "type": {"const": "grammar"},
-                                "grammar": {
-                                    "type": "object",
-                                    "properties": {
-                                        "syntax": {"enum": ["lark", "regex"]},
-                                        "definition": {"type": "string"},
-                                    },
-                                    "required": ["syntax", "definition"],
-                                },
-                            },
-                            "required": ["type", "grammar"],
-                        },
-                        {"type": "null"},
-                    ],
-                    "description": "What its input looks like; a grammar is enforced.",
-                },
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "custom"],
-}
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE_SCHEMA)]
-ToolDefinition = Annotated[dict[str, Any], WithJsonSchema({"anyOf": [FUNCTION_SCHEMA, CUSTOM_SCHEMA]})]
+ToolDefinition = Annotated[
+    dict[str, Any], WithJsonSchema({"anyOf": [FUNCTION_SCHEMA, custom_schema("ChatCustomTool", is_nested=True)]})
+]
 
 
 class Thinking(RequestModel):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import WithJsonSchema
 
-from legato.server.tools.definitions import CUSTOM_FIELDS, NAME, Tools, refuse_others
+from legato.server.tools.definitions import CUSTOM_FIELDS, NAME, Tools, custom_schema, refuse_others
 from legato.types import ParameterError
 
 TOOL_FIELDS = {
@@ -36,32 +36,7 @@ FUNCTION_SCHEMA: dict[str, Any] = {
     },
     "required": ["type", "name"],
 }
-CUSTOM_SCHEMA: dict[str, Any] = {
-    "title": "CustomTool",
-    "type": "object",
-    "properties": {
-        "type": {"const": "custom"},
-        "name": {"type": "string"},
-        "description": {"type": ["string", "null"]},
-        "format": {
-            "anyOf": [
-                {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
-                {
-                    "type": "object",
-                    "properties": {
-                        "type": {"const": "grammar"},
-                        "syntax": {"enum": ["lark", "regex"]},
-                        "definition": {"type": "string"},
-                    },
-                    "required": ["type", "syntax", "definition"],
-                },
-                {"type": "null"},
-            ],
-            "description": "What its input looks like; a grammar is enforced.",
-        },
-    },
-    "required": ["type", "name"],
-}
+CUSTOM_SCHEMA = custom_schema("CustomTool", is_nested=False)
 NAMESPACE_SCHEMA: dict[str, Any] = {
     "title": "NamespaceTool",
     "type": "object",

@@ -97,7 +97,8 @@ class ExecutionConfig:
             that needs. `None`: 64 MiB on a CPU, 1 GiB on a GPU.
         tensor_parallel: ranks that share the model, each on a GPU of its own (on a CPU: in a process of its own).
         rank_patience: seconds that ranks wait for one that does not come, before the engine gives up.
-        two_shot_rows: their sums of at least so many rows go in two shots (the same bits); `None`: none does.
+        two_shot_rows: their sums of at least so many rows go in two shots (the same bits); `None`: as many as links
+            make faster (`legato.ops.reduce.inbox.two_shots_pay_from`).
         draft_weights: the MTP layer "stored", "lean" (experts in NVFP4, input projection and drafts' head in FP8), or with
             savings by name (see `legato.model.lean`); "auto": all where kernels read weights as stored. No token changes.
         dense_format: weights of attention, dense layers and shared experts as stored, or those that are unquantised in "fp8"

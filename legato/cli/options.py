@@ -176,8 +176,8 @@ RankPatience = Annotated[
 TwoShotRows = Annotated[
     int | None,
     typer.Option(
-        help="On several GPUs: sums of at least so many rows go in two shots; by default none does. What pays here, "
-        "`legato bench ops reduce --ranks N` says.",
+        help="On several GPUs: sums of at least so many rows go in two shots; by default as many as take longer across the "
+        "links in one (eight GPUs and GLM-5.2: 27). What pays here, `legato bench ops reduce --ranks N` says.",
         rich_help_panel=ENGINE,
         show_default=False,
     ),

@@ -320,9 +320,15 @@ class Kernel:
         """How many clusters of such a launch run at once on the current device (blocks, for a launch without any)."""
         return int(self.load().occupancy.max_active_clusters(self._config(how), stream=self._stream()))
 
+    def is_noted(self) -> bool:
+        """Whether this thread's kernels are noted and not launched; this one is, if so."""
+        if (noted := STORE.noted) is None:
+            return False
+        noted[id(self)] = self
+        return True
+
     def __call__(self, how: Launch, *arguments: Any) -> None:
-        if (noted := STORE.noted) is not None:
-            noted[id(self)] = self
+        if self.is_noted():
             return
         launch(self._stream(), self._config(how), self.load(), *map(_argument, arguments))
 

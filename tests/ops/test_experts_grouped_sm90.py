@@ -23,7 +23,7 @@ CUTS = [(form, cut) for form, cuts in sm90_grouped.FORMS.items() for cut in cuts
 def test_the_rings_fit_the_multiprocessor(form: str, cut: sm90_grouped.Form) -> None:
     kernel, shared_bytes = sm90_grouped.product(form, cut)
     macros = kernel.source.defines
-    assert int(macros["STAGES"]) >= 2 and int(macros["SLOTS"]) >= 3
+    assert int(macros["STAGES"]) >= 2 and int(macros["SLOTS"]) >= 2
     static = 8 * sm90_grouped.MOST_TILES + 1024
     assert shared_bytes + static <= 227 * 1024
 
@@ -37,10 +37,12 @@ def test_tables_bound_experts_and_choices() -> None:
             assert rows >= 1 and experts + rows * choices // cut.columns <= sm90_grouped.MOST_TILES
 
 
-def test_a_call_is_cut_for_the_rows_of_an_expert() -> None:
-    """Few rows take the narrow form; sixteen warps need outputs that they divide."""
-    columns = [sm90_grouped.form_for("nvfp4", 6144, mean).columns for mean in (1, 25, 26, 64, 65, 1000)]
-    assert columns == [32, 32, 80, 80, 144, 144]
+def test_a_call_is_cut_as_is_fastest() -> None:
+    """By NVFP4's rows of a call of 256 experts and 8 choices, the columns that were the fastest of those measured on an H200
+    (records/2026-12-01-experts-leaner); sixteen warps need outputs that they divide."""
+    fastest = {256: 16, 320: 16, 384: 32, 512: 32, 768: 32, 1024: 48, 1280: 64, 1536: 64, 2048: 80, 2560: 96, 8192: 96}
+    found = {rows: sm90_grouped.form_for("nvfp4", 6144, rows * 8 / 256).columns for rows in fastest}
+    assert found == fastest
     for form, _ in CUTS:
         for mean in (1, 50, 1000):
             assert 128 % (16 * sm90_grouped.form_for(form, 128, mean).warps) == 0
@@ -55,7 +57,7 @@ def test_products_compile_without_spills(form: str, cut: sm90_grouped.Form) -> N
 
 
 def test_what_stands_around_compiles() -> None:
-    for name in ("count_pairs", "plan_pairs", "place_pairs", "sort_rows", "sum_choices"):
+    for name in ("plan_pairs", "sort_rows", "sum_choices"):
         assert sm90_grouped.around(name, 256).usage("sm_90a").spill_store_bytes == 0
 
 
@@ -78,7 +80,7 @@ def test_error_bits_and_graph(
         with monkeypatch.context() as patched:
             patched.setitem(sm90_grouped.FORMS, form, (cut,))
             mixture.check(*mixture.rows(333, choices))
-    for count in (sm90_launch.MOST_ROWS[form] + 1, 333, 700):
+    for count in (sm90_launch.MOST_ROWS + 1, 333, 700):
         x, ids, weights = mixture.rows(count, choices)
         made = mixture.check(x, ids, weights)
         assert torch.equal(made, mixture(x, ids, weights))

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("tests.ops.nvrtc")
 
 from legato.ops.reduce import Recorded, add_rms_norm, all_gather, all_reduce_add_norm, inbox, sm90
-from legato.ops.reduce.inbox import ALARM_WORDS, EMPTY_BYTE, Inbox, InboxShape, RankLostError
+from legato.ops.reduce.inbox import ALARM_WORDS, EMPTY_BYTE, Inbox, InboxShape, RankLostError, two_shots_pay_from
 
 EPS = 1e-5
 
@@ -111,6 +111,12 @@ def test_tall_sums_go_in_two_shots_where_that_is_wanted() -> None:
     shape = InboxShape(8, 6144, two_shot_rows=16)
     assert [shape.is_two_shot(rows) for rows in (1, 15, 16, 128)] == [False, False, True, True]
     assert not InboxShape(8, 6144).is_two_shot(128)
+
+
+def test_two_shots_pay_where_links_carry_enough_less() -> None:
+    """Between two ranks both send as much; among more, the more there are and the wider rows, the sooner."""
+    assert [two_shots_pay_from(ranks, 6144) for ranks in range(2, 9)] == [None, None, 93, 58, 42, 33, 27]
+    assert two_shots_pay_from(8, 64) is None and two_shots_pay_from(8, 12288) == 14
 
 
 @pytest.mark.parametrize(

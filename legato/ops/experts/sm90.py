@@ -155,7 +155,7 @@ def run_bf16(
     shared_gate_up_scale_inv: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """Up to 128 rows of bfloat16, 192 in four-bit formats: one launch; more: products of whole experts, sorted rows.
+    """Up to 128 rows of bfloat16: one launch; more: products of whole experts, sorted rows.
 
     Rows of another type and weights that `pack` left unchanged: the reference. So in the other formats.
     """

@@ -28,7 +28,25 @@ __device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
 
 __device__ __forceinline__ u32 rotate(u32 word, int left) { return __funnelshift_l(word, word, left); }
 
+// From shared memory, which is named by a pointer or by its address. An address keeps the compiler from working it out anew.
 __device__ __forceinline__ uint4 load16(const u8 *shared) { return *reinterpret_cast<const uint4 *>(shared); }
+__device__ __forceinline__ uint4 load16(u32 shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ float2 load8(const u8 *shared) { return *reinterpret_cast<const float2 *>(shared); }
+__device__ __forceinline__ float2 load8(u32 shared) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ u32 load4(const u8 *shared) { return *reinterpret_cast<const u32 *>(shared); }
+__device__ __forceinline__ u32 load4(u32 shared) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared));
+  return v;
+}
 
 // Two chains of dependent products: even and odd j.
 typedef float Sums[2][4];
@@ -58,18 +76,21 @@ struct Format<BF16> {
   static constexpr int STEP_K = 64, BYTES = 2048;
   static constexpr bool SCALED = false;
 
-  __device__ __forceinline__ static void load(u32 (&pairs)[8], const u8 *pieces) {
+  template <typename At>
+  __device__ __forceinline__ static void load(u32 (&pairs)[8], At pieces) {
     const uint4 first = load16(pieces), second = load16(pieces + 512);
     pairs[0] = first.x, pairs[1] = first.y, pairs[2] = first.z, pairs[3] = first.w;
     pairs[4] = second.x, pairs[5] = second.y, pairs[6] = second.z, pairs[7] = second.w;
   }
 
-  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], const u8 *step, int, int lane) {
+  template <typename At>
+  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], At step, int, int lane) {
     load(upper, step + lane * 16);
     load(lower, step + 1024 + lane * 16);
   }
 
-  __device__ __forceinline__ static float2 scales(const u8 *, int) { return make_float2(1.0f, 1.0f); }
+  template <typename At>
+  __device__ __forceinline__ static float2 scales(At, int) { return make_float2(1.0f, 1.0f); }
 };
 
 // e4m3, two blocks of 64 (of 512 bytes per eight outputs), then two float scales: of the first and the last eight outputs
@@ -88,7 +109,8 @@ struct Format<FP8> {
     pairs[1] = multiply_pairs(high | (word << 4 & 0x00700070u), 0x7b807b80u);
   }
 
-  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], const u8 *step, int block, int lane) {
+  template <typename At>
+  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], At step, int block, int lane) {
     const uint4 first = load16(step + block * 1024 + lane * 16), second = load16(step + block * 1024 + 512 + lane * 16);
     widen_word(upper, first.x), widen_word(upper + 2, first.y);
     widen_word(upper + 4, first.z), widen_word(upper + 6, first.w);
@@ -96,8 +118,9 @@ struct Format<FP8> {
     widen_word(lower + 4, second.z), widen_word(lower + 6, second.w);
   }
 
-  __device__ __forceinline__ static float2 scales(const u8 *step, int) {
-    return *reinterpret_cast<const float2 *>(step + 2048);
+  template <typename At>
+  __device__ __forceinline__ static float2 scales(At step, int) {
+    return load8(step + 2048);
   }
 };
 
@@ -118,14 +141,16 @@ struct Format<INT4> {
     }
   }
 
-  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], const u8 *step, int block, int lane) {
+  template <typename At>
+  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], At step, int block, int lane) {
     const uint4 codes = load16(step + block * 512 + lane * 16);
     widen_word(upper, codes.x), widen_word(upper + 4, codes.y);
     widen_word(lower, codes.z), widen_word(lower + 4, codes.w);
   }
 
-  __device__ __forceinline__ static float2 scales(const u8 *step, int lane) {
-    const u32 both = *reinterpret_cast<const u32 *>(step + 1024 + lane / 4 * 4);
+  template <typename At>
+  __device__ __forceinline__ static float2 scales(At step, int lane) {
+    const u32 both = load4(step + 1024 + lane / 4 * 4);
     return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
   }
 };
@@ -158,14 +183,16 @@ struct Format<NVFP4> {
     pairs[7] = multiply_pairs(rotate(both, 14) & mask, scale);
   }
 
-  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], const u8 *step, int block, int lane) {
-    const u32 scales = *reinterpret_cast<const u32 *>(step + 1024 + lane * 4);
+  template <typename At>
+  __device__ __forceinline__ static void widen(u32 (&upper)[8], u32 (&lower)[8], At step, int block, int lane) {
+    const u32 scales = load4(step + 1024 + lane * 4);
     const uint4 codes = load16(step + block * 512 + lane * 16);
     widen_words(upper, codes.x, codes.y, scales, block * 2);
     widen_words(lower, codes.z, codes.w, scales, block * 2 + 1);
   }
 
-  __device__ __forceinline__ static float2 scales(const u8 *, int) { return make_float2(1.0f, 1.0f); }
+  template <typename At>
+  __device__ __forceinline__ static float2 scales(At, int) { return make_float2(1.0f, 1.0f); }
 };
 
 // sums += a step times 8 rows of x: x(block) is this lane's part of its row for a block of 64 of the step.

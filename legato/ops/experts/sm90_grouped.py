@@ -7,6 +7,7 @@ Called by `sm90.py`. Nothing is read on the host: a graph can hold it, and lengt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from legato.ops.build import Kernel, Launch, Source
+from legato.ops.build import STORE, Kernel, Launch, Source
 from legato.ops.experts.sm90_launch import FORMATS, Experts, Packed
 from legato.ops.experts.sm90_packing import OUTPUTS, STEP_BYTES, STEP_K
 
@@ -22,22 +23,30 @@ from legato.ops.experts.sm90_packing import OUTPUTS, STEP_BYTES, STEP_K
 @dataclass(frozen=True)
 class Form:
     """How the products of a call are cut: rows of an expert at a time, computed as so many however few there are; warps of a
-    block, each with 16 outputs; slots of a warp's ring of weights, each of 16 outputs by 128 of K."""
+    block, each with 16 outputs; slots of a warp's ring of weights; pieces of 128 of K in a slot and in a stage of rows."""
 
     columns: int
     warps: int
     slots: int
+    chunk: int
 
 
-#: By format, narrow to wide. Sixteen warps hide what widening waits for, but leave 112 registers a thread.
+#: By format. Sixteen warps hide what widening waits for, but leave 112 registers a thread.
 FORMS = {
-    "bf16": (Form(32, 8, 3), Form(80, 8, 3), Form(144, 8, 3)),
-    "fp8": (Form(32, 16, 4), Form(80, 8, 4), Form(144, 8, 4)),
-    "int4": (Form(32, 16, 6), Form(80, 8, 6), Form(144, 8, 6)),
-    "nvfp4": (Form(32, 16, 6), Form(80, 16, 6), Form(144, 8, 6)),
+    "bf16": (Form(32, 8, 3, 1), Form(80, 8, 3, 1), Form(144, 8, 3, 1)),
+    "fp8": (
+        *(Form(32, 16, 2, 2), Form(48, 16, 4, 1), Form(64, 16, 3, 1)),
+        *(Form(80, 8, 3, 2), Form(112, 8, 3, 2), Form(144, 8, 2, 2)),
+    ),
+    "int4": (*(Form(columns, 16, 3, 2) for columns in (16, 32, 48, 64)), Form(144, 8, 2, 2)),
+    "nvfp4": (
+        *(Form(columns, 16, 3, 2) for columns in (16, 32, 48, 64)),
+        *(Form(columns, 16, 2, 2) for columns in (80, 96, 112)),
+    ),
 }
-#: How much wider a form is than the rows that an expert has on average: most experts' rows are one tile then.
-_MARGIN = 1.25
+#: What a tile costs beside its columns, in columns, since its weights are read and widened; how much more a tile of eight warps
+#: costs; and so many rows short of whole tiles an expert counts as beyond them, for tiles go round the blocks in whole turns.
+_WIDENING, _OF_EIGHT_WARPS, _SHORT = 100, 1.35, 2
 #: Tiles that a launch keeps in shared memory: one for each expert, and one more for every `columns` pairs.
 MOST_TILES = 1024
 #: Rows whose sorted copies are held at once: a row's are choices * 2 D bytes.
@@ -50,8 +59,10 @@ _MOST_STAGES = 4
 _SHARED_BYTES = 217 * 1024
 #: Threads of the warpgroup that loads.
 _LOADING = 128
-#: Pairs of a block that counts or places them; rows of a group of the sorted rows, and what an expert starts at a multiple of.
-_PART, _GROUP, _UNIT = 512, 8, 16
+#: Rows of a group of the sorted rows, and what an expert starts at a multiple of.
+_GROUP, _UNIT = 8, 16
+#: Up to so many rows several blocks share one when rows are copied and added up, each so many of its numbers.
+_SHARED_ROWS, _SHARE = 4096, 2048
 _FOLDER = Path(__file__).parent
 
 
@@ -60,23 +71,43 @@ def serves(num_experts: int, choices: int) -> bool:
     return num_experts <= MOST_TILES // 2 and choices <= MOST_CHOICES
 
 
+def _tiles(rows_of_an_expert: float, columns: int) -> float:
+    """Tiles of an expert, on average: its rows spread about their mean as chance has it."""
+    spread = math.sqrt(2 * rows_of_an_expert)
+    ends = range(columns, int(rows_of_an_expert + 4 * spread) + columns, columns)
+    return 1 + sum(math.erfc((end - _SHORT - rows_of_an_expert) / spread) / 2 for end in ends)
+
+
 def form_for(form: str, hidden: int, rows_of_an_expert: float) -> Form:
-    """The cut for so many rows of an expert on average."""
-    wide = (found for found in FORMS[form] if found.columns >= _MARGIN * rows_of_an_expert)
-    chosen = next(wide, FORMS[form][-1])
-    return chosen if hidden % (chosen.warps * OUTPUTS) == 0 else replace(chosen, warps=8)
+    """The cut for so many rows of an expert on average: the one whose tiles cost least."""
+    return _fitting(_cheapest(FORMS[form], rows_of_an_expert), hidden)
+
+
+@cache
+def _cheapest(forms: tuple[Form, ...], rows_of_an_expert: float) -> Form:
+    def cost(cut: Form) -> float:
+        each = (cut.columns + _WIDENING) * (_OF_EIGHT_WARPS if cut.warps == 8 else 1.0)
+        return _tiles(rows_of_an_expert, cut.columns) * each
+
+    return min(forms, key=cost)
+
+
+def _fitting(cut: Form, hidden: int) -> Form:
+    """The same, with as many warps as divide the outputs."""
+    return cut if hidden % (cut.warps * OUTPUTS) == 0 else replace(cut, warps=8)
 
 
 @cache
 def product(form: str, cut: Form) -> tuple[Kernel, int]:
     """The kernel of a format, and its dynamic shared memory."""
-    ring = cut.warps * cut.slots * STEP_BYTES[form] * (128 // STEP_K[form])
-    stage = cut.columns * 256
+    ring = cut.warps * cut.slots * cut.chunk * STEP_BYTES[form] * (128 // STEP_K[form])
+    stage = cut.chunk * cut.columns * 256
     stages = min(_MOST_STAGES, (_SHARED_BYTES - ring) // stage)
     macros = {
         "FORMAT": FORMATS[form],
         "WARPS": cut.warps,
         "COLUMNS": cut.columns,
+        "CHUNK": cut.chunk,
         "STAGES": stages,
         "SLOTS": cut.slots,
         "MOST_TILES": MOST_TILES,
@@ -88,14 +119,17 @@ def product(form: str, cut: Form) -> tuple[Kernel, int]:
 @cache
 def around(name: str, num_experts: int) -> Kernel:
     """One of the kernels around the products."""
-    return Kernel(Source(_FOLDER / "sm90_pairs.cu", {"EXPERTS": num_experts, "PART": _PART}), name)
+    return Kernel(Source(_FOLDER / "sm90_pairs.cu", {"EXPERTS": num_experts}), name)
 
 
 def grouped(
     what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor, added: Tensor | None = None
 ) -> Tensor:
     """The routed experts' sum for rows of bfloat16, each row's choices added up in their order in float32, then `added` [T, D]
-    in bfloat16. Seven launches for as many rows as are held at once: count, plan, place and copy the rows, two products, sums."""
+    in bfloat16. Five launches for as many rows as are held at once: a plan, copies of the rows, two products, sums."""
+    if STORE.noted is not None:  # how many rows come later nobody knows
+        for cut in FORMS[what.routed]:
+            product(what.routed, _fitting(cut, what.hidden))[0].is_noted()
     y = torch.empty(x.shape[0], what.hidden, dtype=torch.bfloat16, device=x.device)
     choices = ids.shape[1]
     cut = form_for(what.routed, what.hidden, min(x.shape[0], MOST_ROWS) * choices / what.num_experts)
@@ -118,26 +152,28 @@ def _grouped(
     pairs, experts, hidden, width = rows * choices, what.num_experts, what.hidden, what.width
     reached = min(experts, pairs)
     capacity = -(-(pairs + (_UNIT - 1) * reached) // _UNIT) * _UNIT
-    groups, parts = capacity // _GROUP, -(-pairs // _PART)
+    groups = capacity // _GROUP
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    def run(name: str, blocks: int, threads: int, *arguments: object) -> None:
-        around(name, experts)(Launch(grid=(blocks,), block=(threads,), programmatic=True), *arguments)
+    def run(name: str, blocks: int, threads: int, *arguments: object, parts: int = 1) -> None:
+        around(name, experts)(Launch(grid=(blocks, parts), block=(threads,), programmatic=True), *arguments)
 
-    counts, place, tiles, total = new(parts, experts), new(pairs), new(reached + pairs // cut.columns, 2), new(1)
-    run("count_pairs", parts, _PART, ids, pairs, counts)
-    run("plan_pairs", 1, 1024, counts, parts, cut.columns, tiles, total)
-    run("place_pairs", parts, _PART, ids, counts, pairs, place)
+    place, tiles, total = new(pairs), new(reached + pairs // cut.columns, 2), new(1)
+    run("plan_pairs", 1, 1024, ids, pairs, cut.columns, place, tiles, total)
     sorted_rows = new(capacity, hidden, dtype=torch.bfloat16)
-    run("sort_rows", rows, 256, x, place, sorted_rows, choices, hidden // 64, groups, x.stride(0))
+    shares = -(-hidden // _SHARE) if rows <= _SHARED_ROWS else 1
+    run("sort_rows", rows, 256, x, place, sorted_rows, choices, hidden // 64, groups, x.stride(0), parts=shares)
     kernel, shared_bytes = product(what.routed, cut)
     threads = 32 * cut.warps + _LOADING
     how = Launch(grid=(what.blocks,), block=(threads,), shared_bytes=shared_bytes, programmatic=True)
     inner, per_tile = new(capacity, width, dtype=torch.bfloat16), cut.warps * OUTPUTS
-    sizes13, sizes2 = (hidden // 128, 2 * width // per_tile), (width // 128, hidden // per_tile)
-    kernel(how, packed.w13, packed.factors, sorted_rows, inner, tiles, total, *sizes13, groups, 1)
+    tiles13, tiles2 = 2 * width // per_tile, hidden // per_tile
+    turn13, turn2 = divmod(what.blocks, tiles13), divmod(what.blocks, tiles2)
+    kernel(
+        how, packed.w13, packed.factors, sorted_rows, inner, tiles, total, hidden // 128, tiles13, groups, 1, *turn13
+    )
     products = sorted_rows  # read to their end: the results take their place
-    kernel(how, packed.w2, packed.factors, inner, products, tiles, total, *sizes2, groups, 0)
-    run("sum_choices", rows, 256, products, place, weights, added, y, choices, hidden)
+    kernel(how, packed.w2, packed.factors, inner, products, tiles, total, width // 128, tiles2, groups, 0, *turn2)
+    run("sum_choices", rows, 256, products, place, weights, added, y, choices, hidden, parts=shares)

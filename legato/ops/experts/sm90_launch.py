@@ -21,7 +21,7 @@ _SOURCE = Path(__file__).with_name("sm90_moe.cu")
 FORMATS = {"bf16": 0, "fp8": 1, "int4": 2, "nvfp4": 3}
 #: Rows that one launch takes: beyond, sorted rows are faster; and where tables for more have no room. More than ROWS_AT_ONCE are
 #: fetched tile by tile.
-MOST_ROWS = {"bf16": 128, "fp8": 128, "int4": 192, "nvfp4": 192}
+MOST_ROWS = 128
 FEWER_ROWS = 64
 ROWS_AT_ONCE = 8
 #: Of more pairs than these (rows * choices), tables have short entries.
@@ -100,10 +100,9 @@ def _x_bytes(what: Experts, held: int, sharers: int) -> int:
 @cache
 def most_rows(what: Experts, choices: int) -> int:
     """Rows that one launch takes: which pairs name an expert is marked where the rows of a tile lie later."""
-    rows = MOST_ROWS[what.routed]
-    sharers, held = _sharers_and_held(what, rows)
-    bits = what.num_experts * -(-rows * choices // 32) * 4
-    return rows if bits <= _x_bytes(what, held, sharers) else FEWER_ROWS
+    sharers, held = _sharers_and_held(what, MOST_ROWS)
+    bits = what.num_experts * -(-MOST_ROWS * choices // 32) * 4
+    return MOST_ROWS if bits <= _x_bytes(what, held, sharers) else FEWER_ROWS
 
 
 @cache
@@ -157,7 +156,7 @@ def cut(what: Experts, rows: int, choices: int) -> Cut:
 
 def _feature_rows(rows: int, choices: int) -> int:
     """Rows of a buffer of features: launches of few rows and of many take turns with buffers of their own."""
-    return (FEWER_ROWS if rows <= FEWER_ROWS else max(MOST_ROWS.values())) * (choices + 1)
+    return (FEWER_ROWS if rows <= FEWER_ROWS else MOST_ROWS) * (choices + 1)
 
 
 def _static_bytes(what: Experts) -> int:
@@ -186,7 +185,7 @@ def _divides(what: Experts, slice_k: int, chunk: int) -> bool:
 
 def row_class(rows: int) -> int:
     """The number of rows that a launch of `rows` rows is compiled for."""
-    return next(most for most in (1, 2, 4, 6, 8, 16, 32, FEWER_ROWS, *sorted({*MOST_ROWS.values()})) if most >= rows)
+    return next(most for most in (1, 2, 4, 6, 8, 16, 32, FEWER_ROWS, MOST_ROWS) if most >= rows)
 
 
 @cache

@@ -6,6 +6,7 @@ whoever maps the memory (`legato.parallel`), passed to the ops of this folder as
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +32,20 @@ EMPTY_BYTE = 0xFF
 #: Words of the alarm: missing ranks (bits), the rank that noticed + 1 (0: a peer did), call, thread block.
 ALARM_WORDS = 4
 _SUM_BUFFERS, _WORD_BUFFERS = 3, 2
+#: What a GPU's links carry one way, in bytes a second, and how long a way across them takes: H200 (NOTES.md).
+_LINK_RATE, _WAY_SECONDS = 450e9, 1.9e-6
 
 
 class RankLostError(RuntimeError):
     """A rank did not take part in a collective in time. What that collective and later ones gave is NaN."""
+
+
+def two_shots_pay_from(num_ranks: int, width: int) -> int | None:
+    """How many rows of `width` bfloat16 a sum has that is sooner done in two shots, by what links carry: the bytes that a rank does
+    not send would take it as long as two ways, and one way is gone more. None: no sum of one launch is."""
+    saved = 2 * width * (num_ranks - 1) * (1 - 2 / num_ranks)
+    rows = math.ceil(2 * _WAY_SECONDS * _LINK_RATE / saved) if saved else MOST_ROWS + 1
+    return rows if rows <= MOST_ROWS else None
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class RankLostError(RuntimeError):
 
 
 def two_shots_pay_from(num_ranks: int, width: int) -> int | None:
-    """From how many rows of `width` bfloat16 on a sum is sooner done in two shots, by what links carry: the bytes that are not sent
-    would take as long as two ways across, and one way is gone more. None: no sum of one launch is."""
+    """From how many rows of `width` bfloat16 on a sum is sooner done in two shots, by what links carry: the bytes that are not
+    sent would take as long as two ways across, and one way is gone more. None: no sum of one launch is."""
     saved = 2 * width * (num_ranks - 1) * (1 - 2 / num_ranks)
     rows = math.ceil(2 * _WAY_SECONDS * _LINK_RATE / saved) if saved else MOST_ROWS + 1
     return rows if rows <= MOST_ROWS else None

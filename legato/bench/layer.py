@@ -174,7 +174,7 @@ def _weight_bytes(layer: LayerWeights, reached: float) -> float:
     """Bytes of weights of a sparse layer whose rows reach so many experts."""
     attention, moe = layer.attention, layer.mlp
     assert isinstance(moe, MoeWeights), "sparse layers have experts"
-    parts = (attention.qkv, attention.q, attention.o, attention.w_uk, attention.w_uv, moe.router)
+    parts = (attention.qkv, attention.q, attention.o, attention.kv_b, moe.router)
     always = sum(part.nbytes for part in parts)
     experts = moe.experts.nbytes
     if moe.shared is not None:

@@ -1,6 +1,7 @@
 """Multi-head latent attention over a selection of cached tokens, and the DSA indexer that makes the selection.
 
-Reads like the formulas: absorbed MLA (queries move into the latent space, one cached head of width C + R serves all heads).
+Reads like the formulas: absorbed MLA (queries move into the latent space, one cached head of width C + R serves all heads), and,
+where a prompt's rows share tokens, the same with keys and values of each head.
 Knows nothing of batching or pages beyond passing slots on. Called by `model.layer`.
 """
 
@@ -13,19 +14,21 @@ from torch import Tensor
 
 from legato.config import PAGE_SIZE, score_rows
 from legato.model.spec import ModelSpec
-from legato.model.step import LayerCache, Selection, Step, Together
+from legato.model.step import LayerCache, Prompt, Selection, Step, Together
 from legato.model.weights import AttentionWeights
 from legato.ops import (
     index_scores,
+    linear_bf16,
     linear_heads,
     mark_selected,
-    masked_mla,
+    masked_mha,
     prologue_full,
     prologue_shared,
     sparse_mla,
     top_k,
 )
-from legato.ops.attend.masked import HEADS, UNIT, sharing_pays
+from legato.ops.attend.masked import UNIT, WIDTHS, place_lengths, sharing_pays
+from legato.ops.cache import read_latent_rows
 from legato.ops.prologue import IndexNorm, LatentNorm, Places
 
 INDEX_NORM_EPS = 1e-6
@@ -53,6 +56,7 @@ def attention(
     """
     indexer = weights.indexer
     qkv = weights.qkv.linear(x)
+    share = _share_tokens(step, weights.kv_b.shape[0], spec) if selection is None else selection.together is not None
     if selection is None:
         plan(step, spec.index_topk)
     q = weights.q.linear_normed(qkv[:, : spec.q_lora_rank], weights.q_norm, spec.latent_eps)
@@ -60,7 +64,7 @@ def attention(
     if selection is not None:
         if indexer is not None:
             raise ValueError("a layer with an indexer was given a selection to reuse")
-        q = prologue_shared(qkv, q, weights.absorb, norm, places, cache.latent)
+        q = prologue_shared(qkv, q, weights.absorb, norm, places, cache.latent, share)
         # A product starts nothing before what it reads is complete: all older than `q`'s product is, once the prologue begins.
         stored = step.slots
     else:
@@ -68,41 +72,43 @@ def attention(
             raise ValueError("a layer without an indexer was given no selection to reuse")
         index_norm = IndexNorm(indexer.k_norm_weight, indexer.k_norm_bias, INDEX_NORM_EPS, spec.index_rotation)
         q, index_q, gates = prologue_full(
-            qkv, q, weights.absorb, norm, index_norm, places, cache.latent, cache.index
+            qkv, q, weights.absorb, norm, index_norm, places, cache.latent, cache.index, share
         )  # fmt: skip
         selection = select(index_q, gates, cache.index, step, spec.index_topk)
-        selection = shared(selection, step, q.shape[1], cache.latent.shape[0])
+        if share and step.prompt is not None:
+            selection = together(selection, step.prompt, step.lengths, cache.latent.shape[0])
         stored = None
-    o = linear_heads(_attend(q, cache.latent, selection, spec, stored), weights.expand)
+    if selection.together is not None:
+        o = attend_together(q, cache.latent, selection.together, weights.kv_b, spec.attention_scale)
+    else:
+        scale, latent_dim = spec.attention_scale, spec.kv_lora_rank
+        o = sparse_mla(q, cache.latent, selection.slots, selection.counts, scale, latent_dim, stored)
+        o = linear_heads(o, weights.expand)
     return weights.o.linear(o.flatten(1)), selection
 
 
-def _attend(q: Tensor, latents: Tensor, selection: Selection, spec: ModelSpec, stored: Tensor | None) -> Tensor:
-    """[T, H, C] of the rows' queries over their selections. `stored`: as `sparse_mla` has it."""
-    scale, latent_dim, together = spec.attention_scale, spec.kv_lora_rank, selection.together
-    if together is None:
-        return sparse_mla(q, latents, selection.slots, selection.counts, scale, latent_dim, stored)
-    first, rest = slice(together.num_rows), slice(together.num_rows, None)
-    o = masked_mla(q[first], latents, together.tokens, together.lengths, together.masks, scale, latent_dim)
-    if together.num_rows == q.shape[0]:
-        return o
-    alone = sparse_mla(q[rest], latents, selection.slots[rest], selection.counts[rest], scale, latent_dim)
-    return torch.cat((o, alone))
+def _share_tokens(step: Step, heads: int, spec: ModelSpec) -> bool:
+    """Whether the rows are of one request, have the kernel's widths, and are done sooner if they share its tokens."""
+    widths = spec.nope_dim, spec.rope_dim, spec.v_dim
+    if step.prompt is None or widths != WIDTHS:
+        return False
+    return sharing_pays(step.request.shape[0], step.prompt.tokens.shape[0], heads)
 
 
-def shared(selection: Selection, step: Step, heads: int, num_pages: int) -> Selection:
-    """The selection with masks for groups of rows whose heads fill `masked_mla`, where all are of one request and it pays."""
-    if step.prompt is None or not sharing_pays(step.request.shape[0], step.prompt.tokens.shape[0], heads):
-        return selection
-    each = HEADS // heads
-    num_rows = step.request.shape[0] // each * each
-    tokens, pages = step.prompt.tokens, step.prompt.pages
+def together(selection: Selection, prompt: Prompt, lengths: Tensor, num_pages: int) -> Selection:
+    """The selection, as masks over the prompt's tokens too. lengths [T]: what each row sees, ascending."""
+    tokens, pages = prompt.tokens, prompt.pages
     places = torch.full((num_pages,), -1, dtype=torch.int32, device=pages.device)
     places.scatter_(0, pages, torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device))
-    units = -(-tokens.shape[0] // UNIT)
-    masks = mark_selected(selection.slots[:num_rows], selection.counts[:num_rows], places, units, each)
-    lengths = step.lengths[each - 1 : num_rows : each].contiguous()  # of the last row of each group
-    return replace(selection, together=Together(num_rows, tokens, lengths, masks))
+    masks = mark_selected(selection.slots, selection.counts, places, -(-tokens.shape[0] // UNIT))
+    return replace(selection, together=Together(tokens, place_lengths(lengths), masks))
+
+
+def attend_together(q: Tensor, latents: Tensor, rows: Together, kv_b: Tensor, scale: float) -> Tensor:
+    """[T, H, V] of whole queries [T, H, N+R]: every token's keys and values are made of its latent, once for all rows."""
+    tokens, latent_dim = read_latent_rows(latents, rows.tokens.long(), q.dtype), kv_b.shape[2]
+    kv = linear_bf16(tokens[:, :latent_dim], kv_b.flatten(0, 1)).unflatten(1, kv_b.shape[:2])
+    return masked_mha(q, kv, tokens[:, latent_dim:], rows.lengths, rows.masks, scale)
 
 
 def plan(step: Step, index_topk: int) -> None:

@@ -84,7 +84,7 @@ ATTENTION = (
     Row("self_attn.q_a_layernorm.weight", "attention.q_norm", FLOAT, ("Q",), _ALL, _NORM),
     Row("self_attn.q_b_proj", "attention.q[:H(N+R)]", LINEAR, ("H(N+R)", "Q"), _ROWS, _ATT),
     Row("self_attn.kv_a_layernorm.weight", "attention.kv_norm", FLOAT, ("C",), _ALL, _NORM),
-    Row("self_attn.kv_b_proj", "attention.w_uk, attention.w_uv", LINEAR, ("H(N+V)", "C"), _ROWS, _ATT),
+    Row("self_attn.kv_b_proj", "attention.kv_b", LINEAR, ("H(N+V)", "C"), _ROWS, _ATT),
     Row("self_attn.o_proj", "attention.o", LINEAR, ("D", "HV"), _COLUMNS, _ATT),
     Row("post_attention_layernorm.weight", "post_norm", FLOAT, ("D",), _ALL, _NORM),
 )

@@ -77,9 +77,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A selection as masks over a request's tokens: the first `num_rows` rows, in groups that share tokens (see `masked_mla`)."""
+    """A selection as masks over a request's tokens, for rows that share them (see `masked_mha`)."""
 
-    num_rows: int
     tokens: Tensor
     lengths: Tensor
     masks: Tensor
@@ -90,7 +89,8 @@ class Selection:
     """The cache slots a row attends to: `slots` [T, S] int32 (-1 fill) of which the first `counts` [T] int32 are valid.
 
     Full layers make one, shared layers reuse the last full layer's (IndexShare). The count travels along: it must never be
-    derived again from a length that has grown since. `together`: the same once more, for most rows of a prompt.
+    derived again from a length that has grown since. `together`: the same once more, where the rows of a
+    prompt share tokens.
     """
 
     slots: Tensor

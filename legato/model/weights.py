@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -62,25 +63,35 @@ class IndexerWeights:
 @dataclass(frozen=True)
 class AttentionWeights:
     """qkv [Q+C+R(+X+I), D]: rows of q_a, kv_a and, with an indexer, wk and weights_proj; q_norm [Q]; q [H*(N+R)(+I*X), Q]:
-    rows of q_b and, with an indexer, wq_b; kv_norm [C], w_uk [H, N, C], w_uv [H, V, C], o [D, H*V]. The indexer is None
+    rows of q_b and, with an indexer, wq_b; kv_norm [C], kv_b [H, N+V, C], o [D, H*V]; nope_dim is N. The indexer is None
     on layers that reuse an earlier selection. H counts the heads of this rank."""
 
     qkv: Weight
     q_norm: torch.Tensor
     q: Weight
     kv_norm: torch.Tensor
-    w_uk: torch.Tensor
-    w_uv: torch.Tensor
+    kv_b: torch.Tensor
+    nope_dim: int
     o: Weight
     indexer: IndexerWeights | None
 
+    @property
+    def w_uk(self) -> torch.Tensor:
+        """[H, N, C]: a head's keys, without their rope part, out of a latent."""
+        return self.kv_b[:, : self.nope_dim]
+
+    @property
+    def w_uv(self) -> torch.Tensor:
+        """[H, V, C]: a head's values out of a latent."""
+        return self.kv_b[:, self.nope_dim :]
+
     @cached_property
-    def absorb(self) -> torch.Tensor:
+    def absorb(self) -> Any:
         """w_uk as the bound prologue wants it."""
         return (prologue_shared if self.indexer is None else prologue_full).pack(self.w_uk)
 
     @cached_property
-    def expand(self) -> torch.Tensor:
+    def expand(self) -> Any:
         """w_uv as the bound `linear_heads` wants it."""
         return linear_heads.pack(self.w_uv)
 
@@ -104,7 +115,7 @@ class MoeWeights:
     shared: MlpWeights | None
 
     @cached_property
-    def router(self) -> torch.Tensor:
+    def router(self) -> Any:
         """gate as the bound `route` wants it."""
         return route.pack(self.gate)
 
@@ -269,14 +280,13 @@ class _Loader:
     def _attention(self, prefix: str, projections: _Projections) -> AttentionWeights:
         spec, reader = self.spec, self.reader
         kv_b = reader.dense(prefix + "kv_b_proj", reader.dtype)
-        heads = kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
         return AttentionWeights(
             qkv=self._joined(projections.inputs),
             q_norm=reader.float_tensor(prefix + "q_a_layernorm.weight"),
             q=self._joined(projections.queries),
             kv_norm=reader.float_tensor(prefix + "kv_a_layernorm.weight"),
-            w_uk=heads[:, : spec.nope_dim].contiguous(),
-            w_uv=heads[:, spec.nope_dim :].contiguous(),
+            kv_b=kv_b.view(-1, spec.nope_dim + spec.v_dim, spec.kv_lora_rank),
+            nope_dim=spec.nope_dim,
             o=self._joined(self._named(prefix, ["o_proj"])),
             indexer=self._indexer(prefix + "indexer.") if len(projections.queries) > 1 else None,
         )

@@ -5,7 +5,7 @@ Read the folders in this order and you have read the model: pointwise, gemm, cac
 experts, sample, rows, reduce. Imports torch and nothing of ours. Called by `legato.quant`, `legato.model` and `legato.runtime`.
 """
 
-from legato.ops.attend import mark_selected, masked_mla, sparse_mha, sparse_mla
+from legato.ops.attend import mark_selected, masked_mha, sparse_mha, sparse_mla
 from legato.ops.cache import gather_index_pages, gather_latent, store_index_keys, store_latent
 from legato.ops.experts import moe_bf16, moe_fp8_block, moe_int4, moe_nvfp4, route
 from legato.ops.gemm import (
@@ -102,7 +102,7 @@ __all__ = [
     "linear_swiglu",
     "logprobs",
     "mark_selected",
-    "masked_mla",
+    "masked_mha",
     "moe_bf16",
     "moe_fp8_block",
     "moe_int4",

@@ -65,4 +65,4 @@ def keep(experts: Experts, shared: tuple[Weight, Weight] | None) -> tuple[Expert
 
 
 def _nbytes(tensors: tuple[Any, ...]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

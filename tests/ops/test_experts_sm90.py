@@ -127,9 +127,9 @@ def test_a_tile_has_eight_gate_rows_and_their_up_rows() -> None:
 def test_a_router_is_the_sum_of_its_terms() -> None:
     weight = torch.randn(20, 128)
     for stored, terms in ((weight, 3), (weight.bfloat16().float(), 1)):
-        packed = sm90_route.pack(stored)
-        assert packed.shape == (terms, 2, 2, 2048)
-        assert torch.equal(sm90_route.restore(packed, 20), stored)
+        kept = sm90_route.pack(stored)
+        assert kept.packed.shape == (terms, 2, 2, 2048)
+        assert torch.equal(sm90_route.restore(kept.stored), stored)
 
 
 @pytest.mark.parametrize("rows", [1, 6, 8, 16, 64, 128])

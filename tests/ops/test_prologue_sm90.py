@@ -6,6 +6,7 @@ The packed order and the compilation are tested on any machine that has the comp
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ pytest.importorskip("tests.ops.nvrtc")
 from legato.ops import build, rope_angles
 from legato.ops.cache import index_cache, latent_cache
 from legato.ops.case import Draw
-from legato.ops.gemm import linear_heads, sm90_heads
 from legato.ops.gemm import sm90 as products
+from legato.ops.gemm import sm90_heads
 from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_full, sm90, sm90_unfused
 
 #: Q, H, N: the checkpoint that ships with Legato, one rank of eight of GLM-5.2, and all of it.
@@ -26,11 +27,10 @@ SMALL, RANK_OF_8, WHOLE = (128, 4, 64), (2048, 8, 192), (2048, 64, 192)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def test_a_packed_weight_can_be_restored() -> None:
+def test_a_lane_finds_its_outputs_side_by_side() -> None:
     weight = torch.arange(2 * 48 * 96, dtype=torch.int32).view(2, 48, 96)
     packed = sm90_heads.arrange(weight)
     assert packed.shape == (2, 6, 3, 32, 8) and not torch.equal(packed.flatten(), weight.flatten())
-    assert torch.equal(sm90_heads.restore(packed), weight)
     # Head 1, outputs 32..47, second tile: its column 5 is output 2 * 4 + 2 + 1; lane 5 * 4 + 3 has K 24..31 of a block.
     assert packed[1, 5, 2, 23, 4] == weight[1, 32 + 11, 64 + 28]
 
@@ -39,7 +39,8 @@ def test_shapes_that_no_kernel_serves_stay_as_they_are() -> None:
     for shape, dtype in (((4, 24, 512), torch.bfloat16), ((4, 64, 96), torch.bfloat16), ((4, 64, 512), torch.float32)):
         w_uk = torch.zeros(shape, dtype=dtype)
         assert sm90.pack(w_uk) is w_uk
-    assert sm90_heads.pack(torch.zeros(4, 8, 512, dtype=torch.bfloat16)).dim() == 3
+    served_by_none = torch.zeros(4, 8, 512, dtype=torch.bfloat16)
+    assert sm90_heads.pack(served_by_none) is served_by_none
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.uint8], ids=str)
@@ -156,6 +157,14 @@ def test_against_float64_and_the_reference_s_bytes(shape: tuple[int, int, int], 
     for found, reference in zip((q[..., 512:].contiguous(), index_q, gates, cache, keys), (
         expected[0][..., 512:].contiguous(), *expected[1:]), strict=True):  # fmt: skip
         assert differing_bytes(found, reference) <= max(2, found.nbytes // 20_000)
+    own = case.heads * (case.nope + 64)
+    kept = case.q.clone()
+    wholly = case.full(partial(sm90.run_full, whole=True), packed)
+    case.q = kept
+    assert torch.equal(wholly[0][..., : case.nope], kept[:, :own].view(rows, case.heads, -1)[..., : case.nope])
+    assert torch.equal(wholly[0][..., case.nope :], q[..., 512:])
+    for found, reference in zip(wholly[1:], (index_q, gates, cache, keys), strict=True):
+        assert differing_bytes(found, reference) == 0
     shared_q, shared_cache = case.shared(sm90.run_shared, packed)
     assert torch.equal(shared_q, q) and torch.equal(shared_cache.view(torch.uint8), cache.view(torch.uint8))
 
@@ -211,7 +220,6 @@ def test_heads_against_float64(shape: tuple[int, int, int], rows: int) -> None:
     assert (found.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
     for row in range(0, rows if rows <= sm90_heads.MOST_ROWS else 0, 5):  # beyond, the library multiplies
         assert torch.equal(sm90_heads.run(x[row : row + 1], packed)[0], found[row])
-    assert torch.equal(linear_heads.reference(x, sm90_heads.restore(packed)), linear_heads.reference(x, weight))
 
 
 @pytest.mark.gpu

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.ops.attend.masked import MASKED_CASES, mark_selected, masked_mla
+from legato.ops.attend.masked import MASKED_CASES, mark_selected, masked_mha
 from legato.ops.cache import latent_cache, read_latent_rows
 from legato.ops.cache.layout import LATENT_BYTES, PAGE, latent_row_width
 from legato.ops.case import BFLOAT16, Case, Draw, Tolerance
 from legato.ops.invariant import float32
 from legato.ops.op import op
 
-__all__ = ["CASES", "mark_selected", "masked_mla", "sparse_mha", "sparse_mla"]
+__all__ = ["CASES", "mark_selected", "masked_mha", "sparse_mha", "sparse_mla"]
 
 #: Tokens gathered at a time: 16384 rows of 576 float32 are 36 MiB.
 _GATHER_TILE = 16384

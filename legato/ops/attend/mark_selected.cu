@@ -1,6 +1,6 @@
 // Which tokens of a request its rows attend to, as bits, for rows that are computed together.
 //
-// A block takes ROWS rows. masks: [place][unit of 128 tokens][half][row] of 64 bits, bit n: the row attends to token
+// A block takes ROWS rows, the last one what there is of them. masks: [place][unit of 128 tokens][half][row] of 64 bits, bit n: the row attends to token
 // 128 unit + 64 half + n.
 //
 // Macros: ROWS.
@@ -9,7 +9,7 @@ typedef unsigned int u32;
 
 extern "C" __global__ void __launch_bounds__(256)
     mark_selected(const int *__restrict__ slots, const int *__restrict__ counts, const int *__restrict__ page_places,
-                  int slots_stride, int units, uint4 *masks) {
+                  int slots_stride, int rows, int units, uint4 *masks) {
   extern __shared__ u32 bits[];  // [unit][half][row][2]
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     const int *const of_row = slots + size_t(first + row) * slots_stride;
-    const int count = counts[first + row];
+    const int count = first + row < rows ? counts[first + row] : 0;
     for (int i = threadIdx.x; i < count; i += 256) {
       const int slot = of_row[i];
       if (slot < 0) continue;

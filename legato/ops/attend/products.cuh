@@ -154,7 +154,38 @@ PRODUCTS(64)
 #undef I4
 #undef I5
 
-// A K-major, B M-major, both in shared memory: D[64, 256] += A[64, 16] B[16, 256].
+#define SHAPE "m64n128k16"
+#define D_LIST                                                                                                     \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"           \
+  " %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43," \
+  " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+#define D_ARGUMENTS                                                                                           \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),             \
+      "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),   \
+      "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+      "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+      "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+      "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+      "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+      "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define I0 "%64"
+#define I1 "%65"
+#define I2 "%66"
+#define I3 "%67"
+#define I4 "%68"
+#define I5 "%69"
+PRODUCTS(128)
+#undef SHAPE
+#undef D_LIST
+#undef D_ARGUMENTS
+#undef I0
+#undef I1
+#undef I2
+#undef I3
+#undef I4
+#undef I5
+
+// A K-major in shared memory or in registers, B M-major in shared memory: D[64, 256] += A[64, 16] B[16, 256].
 #define VALUES_LIST                                                                                      \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21," \
   " %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41," \
@@ -184,6 +215,12 @@ __device__ __forceinline__ void multiply_values_bf16(float (&d)[128], u64 a, u64
   asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " VALUES_LIST ", %128, %129, 1, 1, 1, 0, 1;\n"
                : VALUES_ARGUMENTS
                : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void multiply_values_bf16(float (&d)[128], const u32 (&a)[4], u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " VALUES_LIST
+               ", {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+               : VALUES_ARGUMENTS
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void multiply_values_f16(float (&d)[128], u64 a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 " VALUES_LIST ", %128, %129, 1, 1, 1, 0, 1;\n"

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Attention of a prompt's rows over all tokens of their request on Hopper: `sparse_mla_many.cu` with a mask for each row.
+"""Attention of a prompt's rows over all tokens of their request on Hopper: `masked_mha.cu`, and the marks it keeps to.
 
 Owns the launches of it and of `mark_selected.cu`. Must not read a tensor's values. Imported by `sm90.py` only.
 """
@@ -7,83 +7,94 @@ Owns the launches of it and of `mark_selected.cu`. Must not read a tensor's valu
 from __future__ import annotations
 
 import math
-from functools import cache as cached
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from legato.ops.attend import mark_selected, masked_mla
-from legato.ops.attend.masked import HEADS
-from legato.ops.attend.sm90_forms import MOST_BYTES, Form
-from legato.ops.build import Kernel, Launch, Source
-from legato.ops.cache import read_latent_rows
-from legato.ops.cache.layout import LATENT_ROPE, LATENT_WIDTH, PAGE
-from legato.ops.strides import dense, is_dense
+from legato.ops.attend import mark_selected, masked_mha
+from legato.ops.attend.masked import PLACE, UNIT, WIDTHS
+from legato.ops.build import Kernel, Launch, Source, tensor_map
+from legato.ops.strides import dense, in_rows
 
-_WIDTH = LATENT_WIDTH + LATENT_ROPE
-_FORM = Form(HEADS, False)
-_MARK = Path(__file__).with_name("mark_selected.cu")
+_FOLDER = Path(__file__).parent
 #: Most shared memory of a block that marks: 16 bytes for each unit and row.
 _MARK_BYTES = 128 * 1024
-
-
-@cached
-def kernel(heads: int) -> Kernel:
-    """The kernel for rows of so many heads."""
-    source = Source(_FORM.source.path, {**_FORM.source.defines, "ROW_HEADS": heads})
-    return Kernel(source, "sparse_mla", shared_bytes=MOST_BYTES, non_portable_cluster=True)
-
-
-@cached
-def mark_kernel(rows: int) -> Kernel:
-    """The kernel for so many rows that share tokens."""
-    return Kernel(Source(_MARK, {"ROWS": rows}), "mark_selected", shared_bytes=_MARK_BYTES)
+MARK = Kernel(Source(_FOLDER / "mark_selected.cu", {"ROWS": PLACE}), "mark_selected", shared_bytes=_MARK_BYTES)
+#: Of `masked_mha.cu`: numbers of a column; rows of a block, tokens of a piece of values, threads; its shared memory: queries, ten
+#: pieces of 16 KB, barriers.
+_COLUMN, _ROWS, _VALUE_TOKENS, _THREADS = 64, 128, 32, 384
+_NOPE, _ROPE, _VALUE = WIDTHS
+_SHARED_BYTES = 2 * _ROWS * (_NOPE + _ROPE) + 10 * (16384 + 16) + 8
+MHA = Kernel(
+    Source(_FOLDER / "masked_mha.cu", {"SHARED_BYTES": _SHARED_BYTES}), "masked_mha", shared_bytes=_SHARED_BYTES
+)
 
 
 @mark_selected.on("sm90")
-def run_mark(slots: Tensor, counts: Tensor, page_places: Tensor, units: int, rows: int) -> Tensor:
+def run_mark(slots: Tensor, counts: Tensor, page_places: Tensor, units: int) -> Tensor:
     """The kernel where the masks of a place fit a multiprocessor, otherwise the reference."""
-    shared = 16 * units * rows
+    shared, rows = 16 * units * PLACE, slots.shape[0]
     fits = shared <= _MARK_BYTES and slots.stride(1) == 1
     if not fits or slots.dtype != torch.int32 or counts.dtype != torch.int32 or page_places.dtype != torch.int32:
-        return mark_selected.reference(slots, counts, page_places, units, rows)
-    places = slots.shape[0] // rows
-    masks = torch.empty(places, units, 2, rows, dtype=torch.int64, device=slots.device)
+        return mark_selected.reference(slots, counts, page_places, units)
+    places = -(-rows // PLACE)
+    masks = torch.empty(places, units, 2, PLACE, dtype=torch.int64, device=slots.device)
     if places:
         how = Launch(grid=(places,), block=(256,), shared_bytes=shared, programmatic=True)
-        mark_kernel(rows)(how, slots, counts.contiguous(), page_places.contiguous(), slots.stride(0), units, masks)
+        MARK(how, slots, counts.contiguous(), page_places.contiguous(), slots.stride(0), rows, units, masks)
     return masks
 
 
-def _widened(cache: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of an FP8 cache as a bfloat16 cache of their own, in order: hundreds of rows read each of them."""
-    rows = read_latent_rows(cache, tokens.long()).to(torch.bfloat16)
-    pages = -(-rows.shape[0] // PAGE)
-    rows = torch.constant_pad_nd(rows, (0, 0, 0, pages * PAGE - rows.shape[0]))
-    return rows.view(pages, PAGE, -1), torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+class _Maps:
+    """What the copy engine must know of rows in columns of 64 numbers. Kept by address and shape, since making one takes the host
+    longer than a launch."""
+
+    _MOST = 1024
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, ...], Any] = {}
+
+    def of(self, x: Tensor, rows: int) -> Any:
+        """x [n, columns, 64] -> for copies of one column of so many rows."""
+        key = (x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), rows, x.get_device())
+        found = self._held.get(key)
+        if found is None:
+            if len(self._held) >= self._MOST:
+                self._held.clear()
+            words = x.view(torch.float16)  # a type that the engine has
+            found = self._held[key] = tensor_map(words, (rows, 1, _COLUMN), swizzle=128)
+        return found
 
 
-@masked_mla.on("sm90")
-def run_masked(
-    q: Tensor, cache: Tensor, tokens: Tensor, lengths: Tensor, masks: Tensor, scale: float, latent_dim: int
-) -> Tensor:
-    """bfloat16 queries of 8, 16 or 32 heads on a bfloat16 or 656-byte cache of 512 + 64: the kernel; otherwise the reference."""
-    rows, heads, width = q.shape
-    if cache.dtype == torch.uint8 and q.dtype == torch.bfloat16:
-        cache, tokens = _widened(cache, tokens)
-    shape = heads in (8, 16, 32) and (latent_dim, width) == (LATENT_WIDTH, _WIDTH) and is_dense(cache)
-    types = q.dtype, cache.dtype, tokens.dtype, masks.dtype
-    if not shape or types != (torch.bfloat16, torch.bfloat16, torch.int32, torch.int64):
-        return masked_mla.reference(q, cache, tokens, lengths, masks, scale, latent_dim)
-    out = torch.empty(rows, heads, latent_dim, dtype=q.dtype, device=q.device)
-    if rows:
-        # The rows of a place lie one behind the other, as heads of one row.
-        how = Launch(
-            grid=(rows * heads // HEADS, 1), block=(_FORM.threads,), shared_bytes=_FORM.fixed_bytes, programmatic=True
-        )
-        kernel(heads)(
-            how, dense(q), cache, tokens.contiguous(), lengths.to(torch.int32).contiguous(), out, HEADS, tokens.shape[0], 0,
-            HEADS * width, scale / math.log(2), dense(masks), masks.shape[1],
-        )  # fmt: skip
+_MAPS = _Maps()
+
+
+def _columns(x: Tensor) -> Tensor:
+    """Rows [n, H, W] as columns of 64 numbers [n, H W / 64, 64], a row's heads one after the other, rows at multiples of 16
+    bytes; a copy where they lie otherwise."""
+    count, heads, width = x.shape
+    there = x.stride(2) == 1 and x.stride(1) == width and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    x = x if there else x.clone(memory_format=torch.contiguous_format)
+    return x.as_strided((count, heads * width // _COLUMN, _COLUMN), (x.stride(0), _COLUMN, 1))
+
+
+@masked_mha.on("sm90")
+def run_mha(q: Tensor, kv: Tensor, rope: Tensor, lengths: Tensor, masks: Tensor, scale: float) -> Tensor:
+    """bfloat16 queries and keys of 192 + 64 and values of 256: the kernel; otherwise the reference."""
+    (rows, heads, width), tokens = q.shape, kv.shape[0]
+    shape = (width - rope.shape[1], rope.shape[1], kv.shape[2] - _NOPE) == WIDTHS
+    served = shape and masks.shape[1] * UNIT >= tokens > 0 and scale > 0
+    if not served or {q.dtype, kv.dtype, rope.dtype} != {torch.bfloat16} or masks.dtype != torch.int64:
+        return masked_mha.reference(q, kv, rope, lengths, masks, scale)
+    out = torch.empty(rows, heads, _VALUE, dtype=q.dtype, device=q.device)
+    if not rows:
+        return out
+    queries, columns, shared = _columns(q), _columns(kv), in_rows(rope).unsqueeze(1)
+    how = Launch(grid=(heads, -(-rows // _ROWS)), block=(_THREADS,), shared_bytes=_SHARED_BYTES, programmatic=True)
+    MHA(
+        how, _MAPS.of(queries, _ROWS), _MAPS.of(columns, UNIT), _MAPS.of(shared, UNIT), _MAPS.of(columns, _VALUE_TOKENS),
+        lengths.to(torch.int32).contiguous(), dense(masks), out, rows, tokens, masks.shape[1], scale / math.log(2),
+    )  # fmt: skip
     return out

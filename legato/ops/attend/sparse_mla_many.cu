@@ -11,14 +11,7 @@
 // changes. At the end each block pushes its normalised sums, as float16, into the shared memory of the blocks that own
 // the values, which add them up in order: that is where the queries were. Latents beyond 65504 would overflow there.
 //
-// Several rows with few heads can take a row's place (ROW_HEADS < 64): they share tokens, and masks say which of them attends
-// to which: [64 / ROW_HEADS rows' place][unit][group][row of the place], a bit per token.
-//
-// Macros: ROW_HEADS: heads of a row, 8, 16, 32, or 64; FP8: the cache's layout; FIXED_BYTES: the shared memory, as the host counts it.
-
-#ifndef ROW_HEADS
-#define ROW_HEADS 64
-#endif
+// Macros: FP8: the cache's layout; FIXED_BYTES: the shared memory, as the host counts it.
 
 #include "hopper.cuh"
 #include "products.cuh"
@@ -278,20 +271,6 @@ __device__ __forceinline__ void read_queries(u8 *shared, u32 base, const u8 *q, 
   fence_async();
 }
 
-// A word of each lane's four, w[i] of lane t becomes w[t] of lane i of the quad.
-__device__ __forceinline__ void transpose_quad(u32 (&w)[4], int t) {
-  const bool odd = t & 1, high = t & 2;
-  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
-  if (odd)
-    w[0] = a, w[2] = b;
-  else
-    w[1] = a, w[3] = b;
-  a = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
-  if (high)
-    w[0] = a, w[1] = b;
-  else
-    w[2] = a, w[3] = b;
-}
 __device__ __forceinline__ void push_words(u32 target, const u32 (&w)[4], u32 barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
@@ -313,12 +292,7 @@ __device__ __forceinline__ float2 unpack_f16(u32 pair) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sparse_mla(const u8 *q, const u8 *cache, const int *slots, const int *counts, u8 *out, int heads, int width,
-               int slots_stride, int q_stride, float scale
-#if ROW_HEADS < 64
-               ,
-               const uint2 *masks, int mask_units
-#endif
-    ) {
+               int slots_stride, int q_stride, float scale) {
   extern __shared__ __align__(1024) u8 shared[];
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   u32 blocks, rank;
@@ -369,11 +343,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 full = base + BARRIERS_AT + group * 32;
   int turn = 0;
   for (int unit = rank; unit < units; unit += blocks, ++turn) {
-#if ROW_HEADS < 64
-    // Of the row that `head` belongs to, and of the row of head + 8: which of this group's tokens it attends to.
-    const uint2 *const seen_by = masks + ((size_t(row) * mask_units + unit) * 2 + group) * (64 / ROW_HEADS);
-    const uint2 seen = load_fresh(seen_by + head / ROW_HEADS), seen_too = load_fresh(seen_by + (head + 8) / ROW_HEADS);
-#endif
     float s[32];
 #pragma unroll
     for (int j = 0; j < 32; ++j) s[j] = 0;
@@ -395,10 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
       products_commit();
     }
-    uint2 counted = *reinterpret_cast<const uint2 *>(shared + COUNTED_AT + group * 8), others = counted;
-#if ROW_HEADS < 64
-    counted.x &= seen.x, counted.y &= seen.y, others.x &= seen_too.x, others.y &= seen_too.y;
-#endif
+    const uint2 counted = *reinterpret_cast<const uint2 *>(shared + COUNTED_AT + group * 8);
     float2 factors = make_float2(scale, scale);
     if (FP8) {
       factors.x = *reinterpret_cast<const float *>(shared + FACTORS_AT + head * 4);
@@ -412,9 +378,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const u32 bits = (j < 4 ? counted.x : counted.y) >> (j % 4 * 8 + 2 * t);
       s[4 * j] = bits & 1 ? s[4 * j] * factors.x : NO_SCORE,
             s[4 * j + 1] = bits & 2 ? s[4 * j + 1] * factors.x : NO_SCORE;
-      const u32 too = (j < 4 ? others.x : others.y) >> (j % 4 * 8 + 2 * t);
-      s[4 * j + 2] = too & 1 ? s[4 * j + 2] * factors.y : NO_SCORE,
-                s[4 * j + 3] = too & 2 ? s[4 * j + 3] * factors.y : NO_SCORE;
+      s[4 * j + 2] = bits & 1 ? s[4 * j + 2] * factors.y : NO_SCORE,
+                s[4 * j + 3] = bits & 2 ? s[4 * j + 3] * factors.y : NO_SCORE;
       most[0] = fmaxf(most[0], fmaxf(s[4 * j], s[4 * j + 1])),
       most[1] = fmaxf(most[1], fmaxf(s[4 * j + 2], s[4 * j + 3]));
     }

@@ -28,7 +28,6 @@ from legato.ops.cache.layout import (
     quantize_groups,
 )
 from legato.ops.case import EXACT, Case, Draw
-from legato.ops.invariant import float32
 from legato.ops.op import op
 
 
@@ -89,17 +88,18 @@ def gather_latent(cache: Tensor, slots: Tensor) -> Tensor:
     return rows.view(*slots.shape, rows.shape[-1])
 
 
-def read_latent_rows(cache: Tensor, slots: Tensor) -> Tensor:
-    """The same for a flat list of valid slots [n] int64 -> float32 [n, C+R]; a plain function that `attend` shares."""
+def read_latent_rows(cache: Tensor, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same for a flat list of valid slots [n] int64 -> [n, C+R] in `dtype`; a plain function that `attend` and the model
+    share."""
     check_latent_cache(cache, latent_row_width(cache))
     rows = cache.view(-1, cache.shape[-1]).index_select(0, slots)
     if cache.dtype != torch.uint8:
-        return float32(rows)
+        return rows.to(dtype)
     codes = rows[:, :LATENT_WIDTH].unflatten(1, (-1, LATENT_GROUP))
     scales = rows[:, LATENT_WIDTH : LATENT_BYTES - 2 * LATENT_ROPE].view(torch.float32).unsqueeze(-1)
     latent = (e4m3_to_float(codes.view(torch.float8_e4m3fn)) * scales).flatten(1)
-    rope = rows[:, LATENT_BYTES - 2 * LATENT_ROPE :].view(torch.bfloat16).to(torch.float32)
-    return torch.cat((latent, rope), dim=-1)
+    rope = rows[:, LATENT_BYTES - 2 * LATENT_ROPE :].view(torch.bfloat16)
+    return torch.cat((latent.to(dtype), rope.to(dtype)), dim=-1)
 
 
 @op(reference_ok=True)

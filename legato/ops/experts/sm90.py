@@ -8,6 +8,7 @@ layers. Imported by `bind` only. A row's bits depend on nothing but that row, up
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from legato.ops.experts.sm90_launch import Experts, Packed, most_rows
 from legato.ops.experts.sm90_packing import by_experts
 from legato.ops.experts.sm90_widen import widen_down, widen_gate_up
 from legato.ops.gemm import linear_fp8_block
+from legato.ops.gemm.sm90_packing import Kept
 from legato.ops.pointwise import swiglu
 from legato.ops.strides import in_rows
 
@@ -30,30 +32,30 @@ BLOCK = 128
 FEW_ROUTED = {1: 96, 3: 256}
 
 
-def pack_route(weight: Tensor) -> Tensor:
-    """A router's float32 weight as exact bfloat16 terms in the kernel's order; unchanged where its shape is not the
+def pack_route(weight: Tensor) -> Tensor | Kept:
+    """A router's float32 weight as exact bfloat16 terms, in the kernel's order too; unchanged where its shape is not the
     kernel's."""
     return sm90_route.pack(weight) if sm90_route.serves(*weight.shape) else weight
 
 
 @route.on("sm90", pack=pack_route)
-def run_route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+def run_route(x: Tensor, weight: Tensor | Kept, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """Rows of bfloat16: the kernel, 128 at a time; more than `FEW_ROUTED`: the library's product, then the choice. Other rows, or
     another weight: the reference."""
-    if weight.dtype is not torch.uint8:
+    if not isinstance(weight, Kept):
         return route.reference(x, weight, bias, k, scale)
     if x.dtype is not torch.bfloat16 or not x.shape[0] or k > sm90_route.MOST_CHOICES:
-        return route.reference(x, sm90_route.restore(weight, bias.shape[0]), bias, k, scale)
+        return route.reference(x, sm90_route.restore(weight.stored), bias, k, scale)
     bias = bias.to(torch.float32).contiguous()
-    if x.shape[0] > FEW_ROUTED[weight.shape[0]]:
-        return sm90_route.choose_many(weight, x, bias, k, scale)
-    parts = [sm90_route.choose(weight, rows, bias, k, scale) for rows in in_rows(x).split(sm90_route.MOST_ROWS)]
+    if x.shape[0] > FEW_ROUTED[weight.packed.shape[0]]:
+        return sm90_route.choose_many(weight.stored, x, bias, k, scale)
+    parts = [sm90_route.choose(weight.packed, rows, bias, k, scale) for rows in in_rows(x).split(sm90_route.MOST_ROWS)]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([ids for ids, _ in parts]), torch.cat([weights for _, weights in parts])
 
 
-def pack_bf16(w13: Tensor, w2: Tensor, *shared: Tensor | None) -> tuple[Tensor | None, ...]:
+def pack_bf16(w13: Tensor, w2: Tensor, *shared: Tensor | None) -> tuple[Tensor | Kept | None, ...]:
     """bfloat16 experts in the kernel's order; unchanged where type or sizes are not its own. So in the other formats."""
     are_bf16 = w13.dtype is torch.bfloat16 and w2.dtype is torch.bfloat16
     if not sm90_launch.serves(w13.shape[2], w2.shape[2]) or not are_bf16:
@@ -66,7 +68,7 @@ def pack_bf16(w13: Tensor, w2: Tensor, *shared: Tensor | None) -> tuple[Tensor |
 
 def pack_fp8(
     w13: Tensor, w13_scale_inv: Tensor, w2: Tensor, w2_scale_inv: Tensor, *shared: Tensor | None
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | Kept | None, ...]:
     hidden, width = w13.shape[2], w2.shape[2]
     if not sm90_launch.serves(hidden, width):
         return (w13, w13_scale_inv, w2, w2_scale_inv, *shared)
@@ -91,7 +93,7 @@ def _of_eight(scale_inv: Tensor) -> Tensor:
 
 def pack_int4(
     w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, *shared: Tensor | None
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | Kept | None, ...]:
     hidden, width = w13.shape[2] * 2, w2.shape[2] * 2
     exact = all(bool((scale.to(torch.bfloat16) == scale).all()) for scale in (w13_scale, w2_scale))
     if not sm90_launch.serves(hidden, width) or not exact:
@@ -110,7 +112,7 @@ def pack_nvfp4(
     w2_scale: Tensor,
     w2_scale_2: Tensor,
     *shared: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | Kept | None, ...]:
     hidden, width = w13.shape[2] * 2, w2.shape[2] * 2
     if not sm90_launch.serves(hidden, width):
         return (w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, *shared)
@@ -127,16 +129,17 @@ def _pack_shared(
     down: Tensor | None = None,
     gate_up_scale_inv: Tensor | None = None,
     down_scale_inv: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    """A shared expert as wide as the others, in bfloat16 or FP8 blocks, in the kernel's order; any other, or any where `width`
-    is None, as it is stored: products of its own compute it."""
+) -> tuple[Tensor | Kept | None, ...]:
+    """A shared expert as wide as the others, in bfloat16 or FP8 blocks, in the kernel's order, in bfloat16 beside itself; any
+    other, or any where `width` is None, as it is stored: products of its own compute it."""
     if gate_up is None or down is None:
         return ()
     alike = down.shape[1] == width
     if gate_up_scale_inv is None or down_scale_inv is None:
         if not alike or down.dtype is not torch.bfloat16 or gate_up.dtype is not torch.bfloat16:
             return gate_up, down
-        return packing.pack_bf16(packing.together(gate_up.unsqueeze(0))), packing.pack_bf16(down.unsqueeze(0))
+        packed13 = packing.pack_bf16(packing.together(gate_up.unsqueeze(0)))
+        return Kept(packed13, gate_up), Kept(packing.pack_bf16(down.unsqueeze(0)), down)
     if not alike or down.shape[1] % BLOCK:
         return gate_up, down, gate_up_scale_inv, down_scale_inv
     packed = _fp8_gate_up(gate_up[None], gate_up_scale_inv[None]), _fp8_down(down[None], down_scale_inv[None])
@@ -150,8 +153,8 @@ def run_bf16(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    shared_gate_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
+    shared_gate_up: Tensor | Kept | None = None,
+    shared_down: Tensor | Kept | None = None,
     shared_gate_up_scale_inv: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
@@ -159,10 +162,10 @@ def run_bf16(
 
     Rows of another type and weights that `pack` left unchanged: the reference. So in the other formats.
     """
-    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
+    shared: tuple[Any, ...] = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dtype is not torch.uint8:
         return moe_bf16.reference(x, ids, weights, w13, w2, *shared)
-    return _run("bf16", x, ids, weights, Packed(w13, w2, None, *shared))
+    return _run("bf16", x, ids, weights, _packed(w13, w2, None, *shared))
 
 
 @moe_fp8_block.on("sm90", pack=pack_fp8)
@@ -174,16 +177,16 @@ def run_fp8(
     w13_scale_inv: Tensor,
     w2: Tensor,
     w2_scale_inv: Tensor,
-    shared_gate_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
+    shared_gate_up: Tensor | Kept | None = None,
+    shared_down: Tensor | Kept | None = None,
     shared_gate_up_scale_inv: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
+    shared: tuple[Any, ...] = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dim() != 4:
         stored = (w13, w13_scale_inv, w2, w2_scale_inv)
         return moe_fp8_block.reference(x, ids, weights, *stored, *shared)
-    return _run("fp8", x, ids, weights, Packed(w13, w2, None, *shared))
+    return _run("fp8", x, ids, weights, _packed(w13, w2, None, *shared))
 
 
 @moe_int4.on("sm90", pack=pack_int4)
@@ -195,16 +198,16 @@ def run_int4(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    shared_gate_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
+    shared_gate_up: Tensor | Kept | None = None,
+    shared_down: Tensor | Kept | None = None,
     shared_gate_up_scale_inv: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
+    shared: tuple[Any, ...] = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dim() != 4:
         stored = (w13, w13_scale, w2, w2_scale)
         return moe_int4.reference(x, ids, weights, *stored, *shared)
-    return _run("int4", x, ids, weights, Packed(w13, w2, None, *shared))
+    return _run("int4", x, ids, weights, _packed(w13, w2, None, *shared))
 
 
 @moe_nvfp4.on("sm90", pack=pack_nvfp4)
@@ -218,16 +221,24 @@ def run_nvfp4(
     w2: Tensor,
     w2_scale: Tensor,
     w2_scale_2: Tensor,
-    shared_gate_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
+    shared_gate_up: Tensor | Kept | None = None,
+    shared_down: Tensor | Kept | None = None,
     shared_gate_up_scale_inv: Tensor | None = None,
     shared_down_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    shared = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
+    shared: tuple[Any, ...] = shared_gate_up, shared_down, shared_gate_up_scale_inv, shared_down_scale_inv
     if w13.dim() != 4:
         stored = (w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2)
         return moe_nvfp4.reference(x, ids, weights, *stored, *shared)
-    return _run("nvfp4", x, ids, weights, Packed(w13, w2, w13_scale_2, *shared))
+    return _run("nvfp4", x, ids, weights, _packed(w13, w2, w13_scale_2, *shared))
+
+
+def _packed(w13: Tensor, w2: Tensor, factors: Tensor | None, *shared: Any) -> Packed:
+    """`shared`: gate_up, down and their block scales, as `pack` made them."""
+    gate_up, down = shared[:2]
+    if isinstance(gate_up, Kept):
+        return Packed(w13, w2, factors, gate_up.packed, down.packed, stored=(gate_up.stored, down.stored))
+    return Packed(w13, w2, factors, *shared)
 
 
 def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> Tensor:
@@ -257,7 +268,7 @@ def _run(form: str, x: Tensor, ids: Tensor, weights: Tensor, packed: Packed) -> 
         return torch.cat([sm90_launch.launch(what, packed, *part) for part in parts])
     if packed.shared13 is None or packed.shared2 is None:
         return grouped(what, packed, x, ids, weights)
-    gate_up, down = _shared_in(torch.bfloat16, packed.shared13, packed.shared2)
+    gate_up, down = packed.stored or _shared_in(torch.bfloat16, packed.shared13, packed.shared2)
     return grouped(what, packed, x, ids, weights, functional.linear(swiglu(functional.linear(x, gate_up)), down))
 
 

@@ -212,7 +212,8 @@ def multiprocessors(device: torch.device) -> int:
 @dataclass(frozen=True)
 class Packed:
     """Packed weights of the routed experts, their global factors [E, 3] (gate, up, down; NVFP4 only), and of the shared
-    expert; its block scales only where it is not in the kernel's order."""
+    expert; its block scales only where it is not in the kernel's order; its gate_up and down as they are stored, where they are
+    kept."""
 
     w13: Tensor
     w2: Tensor
@@ -221,6 +222,7 @@ class Packed:
     shared2: Tensor | None = None
     shared13_scale_inv: Tensor | None = None
     shared2_scale_inv: Tensor | None = None
+    stored: tuple[Tensor, Tensor] | None = None
 
 
 def launch(what: Experts, packed: Packed, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

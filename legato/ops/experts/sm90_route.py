@@ -14,6 +14,7 @@ from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.experts.sm90_packing import pack_bf16
+from legato.ops.gemm.sm90_packing import Kept
 
 _SOURCE = Path(__file__).with_name("sm90_route.cu")
 _CHOOSE = Path(__file__).with_name("sm90_choose.cu")
@@ -40,9 +41,9 @@ def _shared_bytes(hidden: int, terms: int) -> int:
     return max(_LEAST_SHARED_BYTES, terms * -(-(hidden // _STEP_K) // _PARTS) * _STEP_BYTES)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """float32 [E, D] -> uint8 [terms, ceil(E/16), D/64, 2048]: bfloat16 matrices whose sum it is, one where it is bfloat16
-    already, else three."""
+def pack(weight: Tensor) -> Kept:
+    """float32 [E, D] -> [terms, E, D]: bfloat16 matrices whose sum it is, one where it is bfloat16 already, else three; in the
+    kernel's order uint8 [terms, ceil(E/16), D/64, 2048]."""
     rest, terms = weight.to(torch.float32), []
     while len(terms) < 3 and (not terms or bool((rest != 0).any())):
         terms.append(rest.to(torch.bfloat16))
@@ -50,13 +51,12 @@ def pack(weight: Tensor) -> Tensor:
     if len(terms) == 2:
         terms.append(torch.zeros_like(terms[0]))
     missing = -weight.shape[0] % _EXPERTS
-    stacked = torch.nn.functional.pad(torch.stack(terms), (0, 0, 0, missing))
-    return pack_bf16(stacked)
+    stacked = torch.stack(terms)
+    return Kept(pack_bf16(torch.nn.functional.pad(stacked, (0, 0, 0, missing))), stacked)
 
 
-def restore(packed: Tensor, num_experts: int) -> Tensor:
-    """The float32 [E, D] that `pack` was given."""
-    terms = restored_terms(packed, num_experts)
+def restore(terms: Tensor) -> Tensor:
+    """The float32 [E, D] whose terms `pack` made."""
     total = terms[-1].to(torch.float32)
     for term in range(terms.shape[0] - 2, -1, -1):  # smallest first: every partial sum is exact
         total = total + terms[term].to(torch.float32)
@@ -96,23 +96,14 @@ def choose(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tup
     return ids, weights
 
 
-def restored_terms(packed: Tensor, num_experts: int) -> Tensor:
-    """The bfloat16 matrices [terms, E, D] whose sum `pack` was given."""
-    terms, strips, steps = packed.shape[:3]
-    pieces = packed.view(torch.bfloat16).view(terms, strips, steps, 2, 2, 8, 4, 8)  # half, piece, g, t, column
-    rows = pieces.permute(0, 1, 3, 5, 2, 6, 4, 7).reshape(terms, strips * _EXPERTS, steps * _STEP_K)
-    return rows[:, :num_experts]
-
-
 @cache
 def _chooser(num_experts: int) -> Kernel:
     return Kernel(Source(_CHOOSE, {"EXPERTS": num_experts}), "choose_rows")
 
 
-def choose_many(packed: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+def choose_many(terms: Tensor, x: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
     """x [T, D] bfloat16, any number of rows: the library's products in float32, then the choice; k at most 32."""
     rows, num_experts = x.shape[0], bias.shape[0]
-    terms = restored_terms(packed, num_experts)
     logits = torch.mm(x, terms[-1].t(), out_dtype=torch.float32)
     for term in range(terms.shape[0] - 2, -1, -1):  # smallest first, as `restore` adds them
         logits += torch.mm(x, terms[term].t(), out_dtype=torch.float32)

@@ -28,7 +28,16 @@ from legato.ops.gemm import (
     sm90_many,
 )
 from legato.ops.gemm.library import by_library
-from legato.ops.gemm.sm90_packing import Kept, arrange, in_turn, interleaved, restore, restore_swiglu, separated
+from legato.ops.gemm.sm90_packing import (
+    Kept,
+    arrange,
+    in_turn,
+    interleaved,
+    restore,
+    restore_swiglu,
+    separated,
+    stored_of,
+)
 from legato.ops.gemm.sm90_tiling import STRIP, TILES, WARPS, Tiling, shared_bytes, tiling
 from legato.ops.pointwise import rms_norm, swiglu
 from legato.ops.sample import best_of_keys, greedy_keys
@@ -173,7 +182,7 @@ def _many(
     x: Tensor, weight: Tensor | Kept, residual: Tensor | None = None, scale_inv: Tensor | None = None
 ) -> Tensor | None:
     """The product by the kernel for more rows, which reads the weight as it is stored; None where it does not serve."""
-    stored, bits = weight.stored if isinstance(weight, Kept) else weight, 16 if scale_inv is None else 8
+    stored, bits = stored_of(weight), 16 if scale_inv is None else 8
     dtype = torch.bfloat16 if bits == 16 else torch.float8_e4m3fn
     if stored.dim() != 2 or stored.dtype is not dtype or not _is_bf16(x, residual):
         return None

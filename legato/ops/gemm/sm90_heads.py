@@ -15,6 +15,7 @@ from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.gemm import linear_heads
+from legato.ops.gemm.sm90_packing import Kept, stored_of
 
 #: As in `sm90_heads.cu`: warps of a block, outputs of a warp.
 WARPS, SLICE = 4, 16
@@ -36,13 +37,6 @@ def arrange(weight: Tensor) -> Tensor:
     return parts.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(heads, outputs // 8, inputs // BLOCK_K, 32, 8).contiguous()
 
 
-def restore(packed: Tensor) -> Tensor:
-    """The weight [H, N, K] that `arrange` was given."""
-    heads, eighths, blocks = packed.shape[:3]
-    parts = packed.view(heads, eighths // 2, 2, blocks, 4, 2, 4, 8)
-    return parts.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(heads, eighths * 8, blocks * BLOCK_K)
-
-
 def group_rows(rows: int) -> int:
     """Rows of one block: as many blocks as make one round of loads each, until their weights are read too often."""
     return 16 if rows <= 64 else 32
@@ -55,27 +49,23 @@ def kernel(inputs: int) -> tuple[Kernel, int]:
     return Kernel(Source(_SOURCE, {"INPUTS": inputs, "SPLIT": split}), "linear_heads"), SLICE * WARPS // split
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A bfloat16 weight in the kernel's order; unchanged where it serves no such shape or type."""
+def pack(weight: Tensor) -> Tensor | Kept:
+    """A bfloat16 weight in the kernel's order, beside itself; only itself where the kernel serves no such shape or type."""
     _, outputs, inputs = weight.shape
     if weight.dtype != torch.bfloat16 or inputs % BLOCK_K or outputs % kernel(inputs)[1]:
         return weight
-    return arrange(weight)
+    return Kept(arrange(weight), weight)
 
 
-@linear_heads.on("sm90", pack=pack)
-def run(x: Tensor, weight: Tensor) -> Tensor:
-    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel. More: cuBLAS on the restored weight. Otherwise the
-    reference."""
-    if weight.dim() != 5:
-        return linear_heads.reference(x, weight)
-    if x.dtype != torch.bfloat16:
-        return linear_heads.reference(x, restore(weight))
+def run(x: Tensor, weight: Tensor | Kept) -> Tensor:
+    """Up to `MOST_ROWS` rows of bfloat16 with a packed weight: the kernel. More: cuBLAS. Otherwise the reference."""
+    if not isinstance(weight, Kept) or x.dtype != torch.bfloat16:
+        return linear_heads.reference(x, stored_of(weight))
     rows, heads, inputs = x.shape
-    outputs = weight.shape[1] * 8
+    outputs = weight.stored.shape[1]
     y = torch.empty(rows, heads, outputs, dtype=x.dtype, device=x.device)
     if rows > MOST_ROWS:
-        torch.bmm(x.transpose(0, 1), restore(weight).transpose(1, 2), out=y.transpose(0, 1))
+        torch.bmm(x.transpose(0, 1), weight.stored.transpose(1, 2), out=y.transpose(0, 1))
     elif rows:
         if x.stride(2) != 1 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
@@ -83,5 +73,8 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
         group = group_rows(rows)
         blocks = heads * (outputs // width) * -(-rows // group)
         how = Launch(grid=(blocks,), block=(32 * WARPS,), programmatic=True)
-        compiled(how, x, weight, y, rows, heads, outputs, x.stride(0), x.stride(1), group)
+        compiled(how, x, weight.packed, y, rows, heads, outputs, x.stride(0), x.stride(1), group)
     return y
+
+
+linear_heads.on("sm90", pack=pack)(run)  # by hand: what is called here takes what `pack` made

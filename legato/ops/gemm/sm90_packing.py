@@ -22,6 +22,16 @@ class Kept:
     packed: Tensor
     stored: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Of what a call of few rows reads."""
+        return self.packed.nbytes
+
+
+def stored_of(weight: Tensor | Kept) -> Tensor:
+    """The weight as it is stored, of one that may be kept in the kernel's order too."""
+    return weight.stored if isinstance(weight, Kept) else weight
+
 
 def arrange(weight: Tensor, cut: Tiling) -> Tensor:
     """A weight [N, K] (16 divides N, a block's K divides K) in the order in which the kernel reads it.

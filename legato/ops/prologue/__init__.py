@@ -64,18 +64,21 @@ def quantize_index_query(q: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @op
-def prologue_shared(qkv: Tensor, q: Tensor, w_uk: Tensor, norm: LatentNorm, places: Places, cache: Tensor) -> Tensor:
+def prologue_shared(
+    qkv: Tensor, q: Tensor, w_uk: Tensor, norm: LatentNorm, places: Places, cache: Tensor, whole: bool = False
+) -> Tensor:
     """The query as absorbed attention wants it; the rows' latents and rope keys are stored on the way.
 
     qkv [T, Q+C+R]: query latent (not read here), key-value latent before its norm, rope key before its rotation;
     q [T, H*(N+R)]: each head's query; w_uk [H, N, C], as stored or as `pack` made it; cache: any latent layout, written at
-    `places.slots` -> [T, H, C+R] in q's dtype: the nope part times the head's w_uk, then the rope part, rotated.
+    `places.slots` -> [T, H, C+R] in q's dtype: the nope part times the head's w_uk, then the rope part, rotated; `whole`:
+    [T, H, N+R], the nope part as it is, for attention over keys of each head; q may be overwritten by it.
     Every step is rounded to q's dtype, as if it stood alone. Raises ValueError where widths or layouts do not fit.
     Source: arXiv:2405.04434, section 2.1 and appendix C.
     """
     _check_widths(qkv, q, w_uk, places, 0)
     _store_latents(qkv, w_uk, norm, places, cache)
-    return _absorbed(q, w_uk, places)
+    return _absorbed(q, w_uk, places, whole)
 
 
 @op
@@ -88,12 +91,13 @@ def prologue_full(
     places: Places,
     cache: Tensor,
     keys: Tensor,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`prologue_shared`, and the indexer's part of the same products; index keys are stored too.
 
     qkv [T, Q+C+R+X+I]: behind the above the index key before its norm, and one gate per index head; q [T, H*(N+R)+I*X]:
     behind the heads' queries the index queries; cache: any latent layout; keys: any index layout. Both are written at
-    `places.slots` -> (q [T, H, C+R], index queries [T, I, X], gates [T, I] float32). Keys and queries of the indexer are
+    `places.slots` -> (q as there, index queries [T, I, X], gates [T, I] float32). Keys and queries of the indexer are
     rotated in their *first* R numbers (the main heads have the rotation last); gates are times I^-0.5 X^-0.5. A byte cache
     holds e4m3 keys, and then the queries are rounded likewise and their scales multiplied into the gates
     (`quantize_index_query`); otherwise the queries have q's dtype. No Hadamard transform: it would cancel in the product.
@@ -116,7 +120,7 @@ def prologue_full(
     gates = qkv[:, first + width :].float() * (index_heads**-0.5 * width**-0.5)
     if keys.dtype == torch.uint8:
         queries, gates = quantize_index_query.reference(queries, gates)
-    return _absorbed(q[:, : q.shape[1] - own], w_uk, places), queries, gates
+    return _absorbed(q[:, : q.shape[1] - own], w_uk, places, whole), queries, gates
 
 
 @op
@@ -166,10 +170,12 @@ def _store_latents(qkv: Tensor, w_uk: Tensor, norm: LatentNorm, places: Places, 
     store_latent.reference(cache, latent, rope_key, places.slots)
 
 
-def _absorbed(q: Tensor, w_uk: Tensor, places: Places) -> Tensor:
+def _absorbed(q: Tensor, w_uk: Tensor, places: Places, whole: bool) -> Tensor:
     heads, nope, _ = w_uk.shape
     q = q.reshape(q.shape[0], heads, nope + 2 * places.cos.shape[1])
     q = rope_interleaved.reference(q, places.cos, places.sin, nope)
+    if whole:
+        return q
     return torch.cat((linear_heads.reference(q[..., :nope], w_uk.transpose(1, 2)), q[..., nope:]), dim=-1)
 
 

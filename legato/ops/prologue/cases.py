@@ -62,7 +62,15 @@ def _as_numbers(arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tupl
     return tuple(read)
 
 
-def _case(name: str, shape: _Shape, rows: int, dtype: torch.dtype, caches: tuple[torch.dtype, torch.dtype]) -> Case:
+def _case(
+    name: str,
+    shape: _Shape,
+    rows: int,
+    dtype: torch.dtype,
+    caches: tuple[torch.dtype, torch.dtype],
+    *,
+    whole: bool = False,
+) -> Case:
     full, on = name == "full", "any" if shape is _SMALL else "gpu"
     index_width = _INDEX_HEADS * _INDEX if full else 0
 
@@ -74,10 +82,11 @@ def _case(name: str, shape: _Shape, rows: int, dtype: torch.dtype, caches: tuple
         norm = LatentNorm(1 + draw.normal(_LATENT, dtype=dtype, scale=0.2), 1e-5)
         cache = latent_cache(draw, caches[0], pages)
         if not full:
-            return qkv, q, w_uk, norm, _places(draw, rows, pages), cache
+            return qkv, q, w_uk, norm, _places(draw, rows, pages), cache, whole
         weight, bias = 1 + draw.normal(_INDEX, dtype=dtype, scale=0.2), draw.normal(_INDEX, dtype=dtype, scale=0.1)
         index_norm = IndexNorm(weight, bias, 1e-6)
-        return qkv, q, w_uk, norm, index_norm, _places(draw, rows, pages), cache, index_cache(draw, caches[1], pages)
+        keys = index_cache(draw, caches[1], pages)
+        return qkv, q, w_uk, norm, index_norm, _places(draw, rows, pages), cache, keys, whole
 
     outputs, inputs = shape.heads * _LATENT, shape.heads * shape.nope
     token_bytes = LATENT_BYTES if caches[0] == torch.uint8 else 576 * caches[0].itemsize
@@ -89,7 +98,8 @@ def _case(name: str, shape: _Shape, rows: int, dtype: torch.dtype, caches: tuple
     return Case(
         prologue_full if full else prologue_shared,
         f"prologue_{name} rows={rows} heads={shape.heads} nope={shape.nope} {str(dtype)[6:]} latent={str(caches[0])[6:]}"
-        + (f" keys={str(caches[1])[6:]}" if full else ""),
+        + (f" keys={str(caches[1])[6:]}" if full else "")
+        + (" whole" if whole else ""),
         make,
         Tolerance(2.0**-3, 2.0**-5) if rounded else BFLOAT16 if dtype == torch.bfloat16 else Tolerance(1e-5, 3e-5),
         mutates=(6, 7) if full else (5,),
@@ -179,6 +189,12 @@ CASES = (
         for rows in (1, 6, 16, 128)
         for latent in (_BF16, _BYTES)
     ),
+    *(
+        _case(name, _SMALL, 6, dtype, (dtype, _BYTES), whole=True)
+        for name in ("shared", "full")
+        for dtype in (_F32, _BF16)
+    ),
+    *(_case(name, _RANK_OF_8, 300, _BF16, (_BF16, _BYTES), whole=True) for name in ("shared", "full")),
     *(_chain_case(name, 6, 64, _SMALL, _F32) for name in ("shared", "full")),
     *(_chain_case(name, rows, 6144, _RANK_OF_8, _BF16) for name in ("shared", "full") for rows in (1, 6, 16, 128)),
 )

@@ -10,8 +10,8 @@
 // whatever the number of rows.
 //
 // Values are rounded to bfloat16 where the reference rounds them. Macros: NOPE (N, a multiple of 32), LATENT (C, a multiple
-// of 256), INDEXED, PACKED (the latent cache of 656 bytes per token; else bfloat16), INDEX_HEADS. ROPE is 64, an index key
-// has 128 numbers.
+// of 256), INDEXED, PACKED (the latent cache of 656 bytes per token; else bfloat16), INDEX_HEADS, WHOLE (nobody absorbs: queries
+// are rotated where they lie). ROPE is 64, an index key has 128 numbers.
 
 #include "../sm90.cuh"
 
@@ -255,7 +255,9 @@ __device__ __forceinline__ void rotate_query(const Places &at, u8 *absorbed, int
   const int head = quad * 4 + lane / 8, i = lane % 8;
   if (head >= at.heads) return;
   const uint4 piece = load_fresh(element(at.q, row, at.q_stride, head * (NOPE + ROPE) + NOPE + i * 8));
-  u8 *target = absorbed + ((size_t(row) * at.heads + head) * (LATENT + ROPE) + LATENT + i * 8) * 2;
+  const size_t there = WHOLE ? size_t(row) * at.q_stride + head * (NOPE + ROPE) + NOPE
+                             : (size_t(row) * at.heads + head) * (LATENT + ROPE) + LATENT;
+  u8 *target = absorbed + (there + i * 8) * 2;
   *reinterpret_cast<uint4 *>(target) = turned_piece(at, piece, row, i);
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from legato.ops.build import Kernel, Launch, Source
 from legato.ops.gemm import sm90, sm90_heads
-from legato.ops.gemm.sm90_packing import Kept
+from legato.ops.gemm.sm90_packing import Kept, stored_of
 from legato.ops.prologue import IndexNorm, LatentNorm, Places, prologue_bf16
 
 _SOURCE = Source(Path(__file__).with_name("sm90_unfused.cu"))
@@ -38,7 +38,7 @@ def _step(name: str, items: int, *arguments: object) -> None:
 
 def pack(
     qkv_weight: Tensor, q_weight: Tensor, w_uk: Tensor
-) -> tuple[tuple[Tensor | Kept, ...], tuple[Tensor | Kept, ...], Tensor]:
+) -> tuple[tuple[Tensor | Kept, ...], tuple[Tensor | Kept, ...], Tensor | Kept]:
     """Each matrix by itself: (q_a with kv_a, wk, weights_proj), (q_b, wq_b), w_uk; the indexer's only where there is one."""
     heads, nope, _ = w_uk.shape
     own = heads * (nope + _ROPE)
@@ -59,7 +59,7 @@ def run(
     x: Tensor,
     qkv_weight: Any,
     q_weight: Any,
-    w_uk: Tensor,
+    w_uk: Tensor | Kept,
     q_norm: LatentNorm,
     norm: LatentNorm,
     index_norm: IndexNorm | None,
@@ -88,7 +88,8 @@ def run(
     _step("store_latents", rows, latent, rope_key, slots, cache, rows, qkv.stride(0))
 
     q = sm90.run_bf16(q_lora, q_weight[0])
-    heads, head_dim = w_uk.shape[0], q.shape[1] // w_uk.shape[0]
+    heads = stored_of(w_uk).shape[0]
+    head_dim = q.shape[1] // heads
     q = q.view(rows, heads, head_dim)
     rope = q[..., head_dim - _ROPE :]
     _step("rotate", rows * heads, rope, cos, sin, rows, heads, q.stride(0), head_dim)

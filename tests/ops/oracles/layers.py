@@ -30,16 +30,16 @@ def sparse_mla(q, cache, slots, counts, scale, latent_dim):
 
 
 @oracle
-def mark_selected(slots, counts, page_places, units, rows):
-    masks = [[[[0] * rows for _ in range(2)] for _ in range(units)] for _ in range(slots.shape[0] // rows)]
+def mark_selected(slots, counts, page_places, units):
+    masks = [[[[0] * 8 for _ in range(2)] for _ in range(units)] for _ in range(-(-slots.shape[0] // 8))]
     for row in range(slots.shape[0]):
         for slot in slots[row, : int(counts[row])].tolist():
             page = int(page_places[slot // 64])
             token = page * 64 + slot % 64
             if slot >= 0 and page >= 0 and token < 128 * units:
-                masks[row // rows][token // 128][token // 64 % 2][row % rows] |= 1 << token % 64
+                masks[row // 8][token // 128][token // 64 % 2][row % 8] |= 1 << token % 64
     signed = torch.tensor([n - (1 << 64) if n >> 63 else n for n in _flat(masks)], dtype=torch.int64)
-    return signed.view(-1, units, 2, rows)
+    return signed.view(-1, units, 2, 8)
 
 
 def _flat(nested):
@@ -47,25 +47,19 @@ def _flat(nested):
 
 
 @oracle
-def masked_mla(q, cache, tokens, lengths, masks, scale, latent_dim):
-    out, each = torch.zeros(*q.shape[:2], latent_dim, dtype=torch.float64), masks.shape[3]
+def masked_mha(q, kv, rope, lengths, masks, scale):
+    nope = q.shape[2] - rope.shape[1]
+    out = torch.zeros(*q.shape[:2], kv.shape[2] - nope, dtype=torch.float64)
     for row in range(q.shape[0]):
-        place = row // each
+        place = row // 8
         seen = [
-            n for n in range(min(int(lengths[place]), tokens.shape[0]))
-            if int(masks[place, n // 128, n // 64 % 2, row % each]) >> n % 64 & 1
+            n for n in range(min(int(lengths[place]), kv.shape[0]))
+            if int(masks[place, n // 128, n // 64 % 2, row % 8]) >> n % 64 & 1
         ]  # fmt: skip
-        slots = tokens[seen].view(1, -1)
-        made = _attention(
-            0,
-            slots,
-            torch.tensor([len(seen)]),
-            cache,
-            scale,
-            lambda t, row=row: (double(q)[row] @ t.T, t[None, :, :latent_dim]),
-        )
-        if made is not None:
-            out[row] = made.squeeze(1)
+        for head in range(q.shape[1] if seen else 0):
+            keys = torch.cat((double(kv)[seen, head, :nope], double(rope)[seen]), -1)
+            weights = torch.softmax(keys @ double(q)[row, head] * scale, 0)
+            out[row, head] = weights @ double(kv)[seen, head, nope:]
     return out
 
 

@@ -43,7 +43,7 @@ def _first_rotated(x, places):
 
 
 @oracle
-def prologue_shared(qkv, q, w_uk, norm, places, cache):
+def prologue_shared(qkv, q, w_uk, norm, places, cache, whole=False):
     heads, nope, width = w_uk.shape
     latent = rms_norm(qkv[:, -width - 64 : -64], norm.weight, norm.eps).to(qkv.dtype)
     rope_key = _first_rotated(qkv[:, None, -64:], places)[:, 0].to(qkv.dtype)
@@ -52,16 +52,18 @@ def prologue_shared(qkv, q, w_uk, norm, places, cache):
         rows = torch.stack([torch.cat((_through_bytes(row[:512], 128), row[512:])) for row in rows])
     stored = _stored(cache, places.slots, rows, latent_row)
     q = q.view(-1, heads, nope + 64)
-    into = torch.einsum("thn,hnc->thc", double(q[..., :nope]), double(w_uk))
+    into = double(q[..., :nope])
+    if not whole:
+        into = torch.einsum("thn,hnc->thc", into, double(w_uk))
     rope = rope_interleaved(q, places.cos, places.sin, nope)[..., nope:]
     return torch.cat((into, rope), -1), stored if cache.dtype == torch.uint8 else stored.view(cache.shape)
 
 
 @oracle
-def prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys):
+def prologue_full(qkv, q, w_uk, norm, index_norm, places, cache, keys, whole=False):
     heads, nope = w_uk.shape[:2]
     shared = heads * (nope + 64)
-    absorbed, stored = prologue_shared(qkv[:, :-160], q[:, :shared], w_uk, norm, places, cache)
+    absorbed, stored = prologue_shared(qkv[:, :-160], q[:, :shared], w_uk, norm, places, cache, whole)
     key = layer_norm(qkv[:, -160:-32], index_norm.weight, index_norm.bias, index_norm.eps).to(qkv.dtype)
     key = double(_first_rotated(key[:, None], places)[:, 0].to(qkv.dtype))
     queries = _first_rotated(q[:, shared:].view(-1, 32, 128), places).to(qkv.dtype)

@@ -23,7 +23,7 @@ WORD, UNIT, PLACE = 64, 128, 8
 WIDTHS = 192, 64, 256
 #: Microseconds on an H200 (NOTES.md): of a block of 128 rows of a head for each token that its last row sees; of the keys and
 #: values of a token and head; of a row on its own, by heads.
-_BLOCK_US, _EXPAND_US, _ALONE_US = 0.0245, 0.00075, {8: 0.29, 16: 0.345, 32: 0.5}
+_BLOCK_US, _EXPAND_US, _ALONE_US = 0.0235, 0.00075, {8: 0.29, 16: 0.345, 32: 0.5}
 #: Rows of a block, and blocks at once.
 _ROWS, _BLOCKS = 128, 132
 

@@ -8,7 +8,7 @@
 
 #include "sm90_barriers.cuh"
 
-constexpr int PLANNERS = 1024;
+constexpr int PLANNERS = 1024, AT_ONCE = 8;  // pairs that a thread has asked for before it counts one
 
 // One block. place[pair]: its row; -1 where it has no expert. tiles: (first row, expert and, 16 bits up, rows as a multiple of 16,
 // `most_columns` at most); totals: how many.
@@ -19,10 +19,17 @@ extern "C" __global__ void __launch_bounds__(PLANNERS, 1)
   __shared__ int counts[EXPERTS], starts[EXPERTS];
   for (int i = threadIdx.x; i < EXPERTS; i += PLANNERS) counts[i] = 0;
   __syncthreads();
-#pragma unroll 8
-  for (int pair = threadIdx.x; pair < pairs; pair += PLANNERS) {
-    const int id = ids[pair];
-    place[pair] = id >= 0 && id < EXPERTS ? atomicAdd(counts + id, 1) : -1;
+  for (int first = threadIdx.x; first < pairs; first += AT_ONCE * PLANNERS) {
+    int id[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int pair = first + i * PLANNERS;
+      id[i] = pair < pairs ? ids[pair] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (first + i * PLANNERS < pairs)
+        place[first + i * PLANNERS] = id[i] >= 0 && id[i] < EXPERTS ? atomicAdd(counts + id[i], 1) : -1;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -48,10 +55,16 @@ extern "C" __global__ void __launch_bounds__(PLANNERS, 1)
     if (lane == 0) *totals = found;
   }
   __syncthreads();
-#pragma unroll 8
-  for (int pair = threadIdx.x; pair < pairs; pair += PLANNERS) {
-    const int within = place[pair];
-    if (within >= 0) place[pair] = starts[ids[pair]] + within;
+  for (int first = threadIdx.x; first < pairs; first += AT_ONCE * PLANNERS) {
+    int id[AT_ONCE], within[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int pair = first + i * PLANNERS;
+      within[i] = pair < pairs ? place[pair] : -1, id[i] = pair < pairs ? ids[pair] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (within[i] >= 0) place[first + i * PLANNERS] = starts[id[i]] + within[i];
   }
 }
 

@@ -64,7 +64,7 @@ def measure_prefill(share: Share, prompt: Prompt, work: Work, device: torch.devi
     state = steady(share, made, device, graphs="off")
     plans = [*_plans(prompt, share.spec.vocab_size, work.num_drafts)]
     ends = state.runner.ends
-    size = None if ends is None else ends.size_of(len(plans[-1].extends[0].tokens), is_cut=False)
+    size = None if ends is None else ends.size_of(len(plans[-1].extends[0].tokens))
     if ends is not None and size is not None:
         with torch.inference_mode():
             ends.capture(size)

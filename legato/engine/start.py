@@ -222,7 +222,7 @@ def limits_of(settings: Resolved, spec: ModelSpec) -> Limits:
         host_pages=settings.host_pages,
         depths=settings.depths,
         layers=spec.layer_kinds,
-        end_rows=prompt_ends.most_cut(settings),
+        end_rows=max(prompt_ends.sizes_of(settings), default=0),
         end_layers=prompt_ends.LAYERS,
         slowdown=settings.slowdown,
     )

@@ -1,8 +1,7 @@
 """The ends of prompts on a GPU: padded to one of a few sizes, and run as graphs of a few layers each.
 
-A pass kernel by kernel takes the host 45 to 90 ms on GLM-5.2, whatever its rows, and the device 11 to 70 for up to 1024: without
-graphs, what an agent adds to a long conversation would wait for the host. In parts, so that those who decode run between them;
-the largest whole, for it runs only where nobody does.
+A pass kernel by kernel takes the host 45 to 90 ms on GLM-5.2, whatever its rows, and the device 11 to 54 for up to 512: without
+graphs, what an agent adds to a long conversation would wait for the host. In parts, so that those who decode run between them.
 Owns the sizes, the parts, their graphs, what stands between them, and letters. What is captured is the function that runs without
 graphs. Must not know plans; the runner says which chunk and how far, and posts the letter.
 """
@@ -27,22 +26,15 @@ from legato.runtime.rows import Rows
 from legato.runtime.speculate import Iteration
 
 SIZES = (16, 64, 128, 256, 512)
-"""Rows for which there are graphs of a few layers: where kernels change their form."""
+"""Rows for which there are graphs: where kernels change their form, and up to where the device is faster than the host."""
 LAYERS = 8
 """Layers of one graph: of 512 rows they take GLM-5.2 as long as an iteration of one request."""
-WHOLE = 1024
-"""Rows for which all layers are one graph, where nobody decodes meanwhile: up to there the device is faster than the host."""
 
 
 def sizes_of(settings: Resolved) -> tuple[int, ...]:
     """The sizes that an engine has: those that a chunk and the context leave. None on a CPU."""
     most = min(settings.chunk_tokens, settings.context)
-    return () if settings.device == "cpu" else tuple(size for size in (*SIZES, WHOLE) if size <= most)
-
-
-def most_cut(settings: Resolved) -> int:
-    """Rows of the largest end that others' iterations can cut; 0 where there is none."""
-    return max((size for size in sizes_of(settings) if size != WHOLE), default=0)
+    return () if settings.device == "cpu" else tuple(size for size in SIZES if size <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +91,9 @@ class PromptEnds:
         self._between: dict[int, _Between] = {}
         self._rings: dict[int, Ring] = {}
 
-    def size_of(self, num_tokens: int, is_cut: bool) -> int | None:
-        """The smallest size that holds so many tokens, if one does: of those that can be cut, or of all."""
-        return next((size for size in self.sizes if size >= num_tokens and not (is_cut and size == WHOLE)), None)
+    def size_of(self, num_tokens: int) -> int | None:
+        """The smallest size that holds so many tokens, if one does."""
+        return next((size for size in self.sizes if size >= num_tokens), None)
 
     def stage(self, size: int, extend: Extend) -> None:
         """Lays out the last chunk of a prompt for whatever is issued next."""
@@ -110,9 +102,9 @@ class PromptEnds:
     def through(self, size: int, layers: range) -> None:
         """Takes what was staged through these layers, as graphs where there are some. They begin where the last ones stopped,
         and both ends are those of parts. Raises ValueError where they are not."""
-        parts = [part for part in self._parts(size) if layers.start <= part.start < layers.stop]
+        parts = [part for part in self._parts() if layers.start <= part.start < layers.stop]
         if layers and (not parts or (parts[0].start, parts[-1].stop) != (layers.start, layers.stop)):
-            raise ValueError(f"{layers} are not whole parts of {self._step(size)} layers")
+            raise ValueError(f"{layers} are not whole parts of {LAYERS} layers")
         for part in parts:
             self._run(size, part)
 
@@ -132,7 +124,7 @@ class PromptEnds:
     def capture(self, size: int) -> None:
         """Captures the graphs of a size, each after a run on padding alone."""
         self._end(size).inputs.zero_()
-        for part in self._parts(size):
+        for part in self._parts():
             key = self._key(size, part)
             self.graphs.capture(key, partial(self._work, size, part))
             self.graphs.launch(key)  # the next part reads what this one leaves in its own memory
@@ -143,12 +135,9 @@ class PromptEnds:
     def _behind(self) -> range:
         return range(self._num_layers, self._num_layers + 1)
 
-    def _step(self, size: int) -> int:
-        return self._num_layers if size == WHOLE else LAYERS
-
-    def _parts(self, size: int) -> Iterator[range]:
-        for start in range(0, self._num_layers, self._step(size)):
-            yield range(start, min(start + self._step(size), self._num_layers))
+    def _parts(self) -> Iterator[range]:
+        for start in range(0, self._num_layers, LAYERS):
+            yield range(start, min(start + LAYERS, self._num_layers))
 
     def _run(self, size: int, part: range) -> None:
         key = self._key(size, part)

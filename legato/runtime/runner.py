@@ -208,7 +208,7 @@ class Runner:
         layers = range(end) if plan.layers is None else plan.layers
         only = replace(plan, decodes=())
         if layers.start == 0:
-            held = self._enter(only, is_cut=layers.stop < end)
+            held = self._enter(only)
         elif self._pass is not None and (self._pass.extends, self._pass.depth) == (plan.extends, layers.start):
             held = self._pass
         else:
@@ -217,11 +217,10 @@ class Runner:
         self._pass = held if layers.stop < end else None
         return Flight(plan, ()) if layers.stop < end else self._finish(only, held)
 
-    def _enter(self, plan: Plan, is_cut: bool) -> _Pass:
-        """The plan's prompts before the first layer. A single one that ends here, and is short enough, is padded. `is_cut`:
-        another plan goes on with them."""
+    def _enter(self, plan: Plan) -> _Pass:
+        """The plan's prompts before the first layer. A single one that ends here, and is short enough, is padded."""
         if self.ends is not None and len(plan.extends) == 1 and plan.extends[0].next_token is None:
-            size = self.ends.size_of(len(plan.extends[0].tokens), is_cut)
+            size = self.ends.size_of(len(plan.extends[0].tokens))
             if size is not None:
                 self.ends.stage(size, plan.extends[0])
                 return _Pass(plan.extends, size=size)

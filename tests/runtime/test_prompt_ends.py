@@ -62,13 +62,11 @@ def whole(ends: PromptEnds, size: int) -> Written:
 def test_sizes_keep_to_the_chunk_and_the_context(weights: GlmWeights) -> None:
     assert sizes_of(settings()) == () and settings().device == "cpu"
     assert sizes_of(settings(device="cuda")) == (16, 64, 128, 256)
-    long = replace(settings(device="cuda"), chunk_tokens=2048, context=2048)
-    assert sizes_of(long) == (16, 64, 128, 256, 512, 1024) and prompt_ends.most_cut(long) == 512
     assert sizes_of(settings(device="cuda:1", chunk_tokens=100)) == (16, 64)
     limits = limits_of(settings(device="cuda"), SPEC)
     assert (limits.end_rows, limits.end_layers) == (256, prompt_ends.LAYERS), "the scheduler knows them"
     ends = ends_of(Runner(SPEC, weights, settings()))
-    assert [ends.size_of(count, is_cut=True) for count in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, None]
+    assert [ends.size_of(count) for count in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, None]
 
 
 def test_the_last_rows_are_those_of_the_prompt_and_padding_stores_nothing(weights: GlmWeights) -> None:

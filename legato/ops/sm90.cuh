@@ -49,6 +49,21 @@ __device__ __forceinline__ u32 to_bf16_pair(float low, float high) {
   return v;
 }
 
+// A word of each lane's four, w[i] of lane t becomes w[t] of lane i of the quad.
+__device__ __forceinline__ void transpose_quad(u32 (&w)[4], int t) {
+  const bool odd = t & 1, high = t & 2;
+  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+  if (odd)
+    w[0] = a, w[2] = b;
+  else
+    w[1] = a, w[3] = b;
+  a = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
+  if (high)
+    w[0] = a, w[1] = b;
+  else
+    w[2] = a, w[3] = b;
+}
+
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"

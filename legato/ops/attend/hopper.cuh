@@ -111,17 +111,3 @@ __device__ __forceinline__ void store_matrices_transposed(u32 address, u32 first
                : "memory");
 }
 __device__ __forceinline__ float2 read_pair(const u8 *at) { return *reinterpret_cast<const float2 *>(at); }
-// A word of each lane's four, w[i] of lane t becomes w[t] of lane i of the quad.
-__device__ __forceinline__ void transpose_quad(u32 (&w)[4], int t) {
-  const bool odd = t & 1, high = t & 2;
-  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
-  if (odd)
-    w[0] = a, w[2] = b;
-  else
-    w[1] = a, w[3] = b;
-  a = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
-  if (high)
-    w[0] = a, w[1] = b;
-  else
-    w[2] = a, w[3] = b;
-}

@@ -116,7 +116,7 @@ def bytes_needed(op: Op[..., Any], arguments: Sequence[Any], held: frozenset[int
     found = {tensor.data_ptr(): tensor for tensor in _read(arguments) if tensor.untyped_storage().data_ptr() in held}
     if op.folder == "experts" and op.name.startswith("moe_"):
         ids = cast("Tensor", arguments[1])
-        experts = max((tensor.shape[0] for tensor in found.values() if tensor.dim() > 1), default=1)
+        experts = cast("Tensor", arguments[3]).shape[0]  # of w13
         reached = int(ids[ids >= 0].unique().numel())
         return sum(
             tensor.nbytes * reached // experts if tensor.shape[0] == experts else tensor.nbytes
@@ -143,10 +143,10 @@ def _tensors(values: Sequence[object]) -> Iterator[Tensor]:
 
 
 def _read(arguments: Sequence[object]) -> Iterator[Tensor]:
-    """What a call reads of its arguments: of a weight that is kept in several forms, one."""
+    """What a call reads of its arguments: of a weight that is kept in several forms, the first of the largest."""
     for value in arguments:
         if is_dataclass(value):
-            yield from sorted(_tensors([value]), key=lambda tensor: tensor.nbytes)[-1:]
+            yield from sorted(_tensors([value]), key=lambda tensor: -tensor.nbytes)[:1]
         else:
             yield from _tensors([value])
 

@@ -16,7 +16,7 @@ from legato.bench.slice import accept_length_at
 from legato.bench.steady import Work, steady
 from legato.bench.trace import Span
 from legato.model.spec import ModelSpec
-from legato.ops import linear_bf16
+from legato.ops import linear_bf16, moe_bf16
 from legato.ops.gemm.sm90_packing import Kept
 from legato.parallel import Mesh
 from legato.runtime.batch import build_batch
@@ -47,6 +47,15 @@ def test_of_a_weight_kept_in_two_forms_one_is_read() -> None:
     held = storages([kept])
     assert bytes_needed(linear_bf16, (x, kept, None), held) == packed.nbytes
     assert bytes_needed(linear_bf16, (x, stored, None), held) == stored.nbytes
+
+
+def test_routed_experts_count_as_reached_and_a_shared_one_kept_twice_counts_once() -> None:
+    """Eight experts, three reached; as stored the shared one is as large as packed, and longer than there are experts."""
+    w13, w2 = torch.zeros(8, 4, 16), torch.zeros(8, 16, 2)
+    gate_up, down = Kept(torch.zeros(1, 64), torch.zeros(4, 16)), Kept(torch.zeros(1, 32), torch.zeros(16, 2))
+    arguments = torch.zeros(2, 16), torch.tensor([[0, 5], [5, 7]]), torch.ones(2, 2), w13, w2, gate_up, down
+    routed = (w13.nbytes + w2.nbytes) * 3 // 8
+    assert bytes_needed(moe_bf16, arguments, storages(arguments[3:])) == routed + gate_up.nbytes + down.nbytes
 
 
 def test_ops_are_ranked_by_the_time_their_bytes_do_not_explain() -> None:

@@ -101,12 +101,12 @@ def together(selection: Selection, prompt: Prompt, lengths: Tensor, num_pages: i
     places = torch.full((num_pages,), -1, dtype=torch.int32, device=pages.device)
     places.scatter_(0, pages, torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device))
     masks = mark_selected(selection.slots, selection.counts, places, -(-tokens.shape[0] // UNIT))
-    return replace(selection, together=Together(tokens, place_lengths(lengths), masks))
+    return replace(selection, together=Together(tokens.long(), place_lengths(lengths), masks))
 
 
 def attend_together(q: Tensor, latents: Tensor, rows: Together, kv_b: Tensor, scale: float) -> Tensor:
     """[T, H, V] of whole queries [T, H, N+R]: every token's keys and values are made of its latent, once for all rows."""
-    tokens, latent_dim = read_latent_rows(latents, rows.tokens.long(), q.dtype), kv_b.shape[2]
+    tokens, latent_dim = read_latent_rows(latents, rows.tokens, q.dtype), kv_b.shape[2]
     kv = linear_bf16(tokens[:, :latent_dim], kv_b.flatten(0, 1)).unflatten(1, kv_b.shape[:2])
     return masked_mha(q, kv, tokens[:, latent_dim:], rows.lengths, rows.masks, scale)
 

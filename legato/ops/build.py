@@ -368,6 +368,26 @@ def tensor_map(tensor: Tensor, box: Sequence[int], swizzle: int = 0) -> TensorMa
     return made
 
 
+class TensorMaps:
+    """Maps of matrix operands, in the 128-byte swizzle. Kept by what they describe, since making one takes the host longer than a
+    launch: at most `most`, then all are made again."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._held: dict[tuple[Any, ...], TensorMapDescriptor] = {}
+
+    def of(self, tensor: Tensor, box: tuple[int, ...]) -> TensorMapDescriptor:
+        """See `tensor_map`. Elements of one or two bytes; of which type is the kernel's matter."""
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.itemsize, box, tensor.get_device())
+        found = self._held.get(key)
+        if found is None:
+            if len(self._held) >= self._most:
+                self._held.clear()
+            words = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.float16)  # types that the engine has
+            found = self._held[key] = tensor_map(words, box, swizzle=128)
+        return found
+
+
 def _launch_config(how: Launch) -> LaunchConfig:
     return LaunchConfig(
         grid=_clusters(how),

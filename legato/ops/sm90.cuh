@@ -1,11 +1,16 @@
 // What the kernels for Hopper say to the hardware in the same words: barriers in shared memory, copies into it, pairs of bfloat16
-// and the product of their fragments. Nothing here knows what is copied or multiplied. How a kernel waits for a barrier, and what
-// its loads may not pass, each says itself. Source: PTX ISA, "mbarrier", "cp.async", "cp.async.bulk", "mma".
+// and the product of their fragments. Nothing here knows what is copied or multiplied. What a kernel's loads may not pass, and how it
+// waits where other blocks arrive, each says itself. Source: PTX ISA, "mbarrier", "cp.async", "cp.async.bulk", "mma".
 #pragma once
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+// What the host makes with `tensor_map`.
+struct alignas(64) CUtensorMap {
+  u64 opaque[16];
+};
 
 __device__ __forceinline__ u32 shared_address(const void *pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -21,6 +26,21 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// For what this block's threads and the copy engine bring. Nothing waits longer than for a neighbour's work: a fault ends with an
+// error here, not with a GPU that hangs.
+__device__ __forceinline__ void block_barrier_wait(u32 barrier, u32 parity) {
+#pragma unroll 1
+  for (int i = 0; i < 4000000; ++i) {
+    u32 done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    if (done) return;
+  }
+  asm volatile("trap;");
 }
 
 // One thread's copy of whole 16 bytes, which arrives at a barrier; `policy` says how long the L2 shall keep them.

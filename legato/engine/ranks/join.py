@@ -147,9 +147,8 @@ def _inboxes(config: Config, checkpoint: Checkpoint, meet: StoreMeeting, library
     """Sums through shared memory of the GPUs. Imported here: a CPU has none of what it needs."""
     ipc = importlib.import_module("legato.parallel.ipc")
     inbox = importlib.import_module("legato.ops.reduce.inbox")
-    size, width, two_shot_rows = meet.mesh.size, stored_spec(checkpoint).hidden_size, config.execution.two_shot_rows
-    if two_shot_rows is None:
-        two_shot_rows = inbox.two_shots_pay_from(size, width)
+    size, width = meet.mesh.size, stored_spec(checkpoint).hidden_size
+    two_shot_rows = config.execution.two_shot_rows or inbox.two_shots_pay_from(size, width)
     shape = inbox.InboxShape(size, width, HIDDEN_ROWS, two_shot_rows)
     importlib.import_module("legato.ops.reduce.sm90").load_sums(shape)
     return ipc.connect(meet.mesh, meet, shape, START_S, library)

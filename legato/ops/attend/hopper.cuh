@@ -53,7 +53,7 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
       : "memory");
   return done;
 }
-// Nothing waits longer than for a neighbour's work: a fault ends with an error here, not with a GPU that hangs.
+// For what other blocks of the cluster bring too: acquires from their threads, and empties the L1 each time.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #pragma unroll 1
   for (int i = 0; i < 4000000; ++i)

@@ -38,6 +38,12 @@ def sharing_pays(rows: int, length: int, heads: int) -> bool:
     return together < _ALONE_US[heads] * rows
 
 
+def place_lengths(lengths: Tensor) -> Tensor:
+    """Of the last row of each place, for rows [T] whose lengths ascend."""
+    ends = lengths[PLACE - 1 :: PLACE]
+    return ends.contiguous() if lengths.shape[0] % PLACE == 0 else torch.cat((ends, lengths[-1:]))
+
+
 @op
 def mark_selected(slots: Tensor, counts: Tensor, page_places: Tensor, units: int) -> Tensor:
     """Which tokens of a request each of its rows attends to, as bits.
@@ -116,12 +122,6 @@ def _mark_case(start: int, rows: int, width: int) -> Case:
         bytes=rows * (4 * width + (start + rows) // 8),
         on="gpu" if rows > 512 else "any",
     )
-
-
-def place_lengths(lengths: Tensor) -> Tensor:
-    """Of the last row of each place, for rows [T] whose lengths ascend."""
-    ends = lengths[PLACE - 1 :: PLACE]
-    return ends.contiguous() if lengths.shape[0] % PLACE == 0 else torch.cat((ends, lengths[-1:]))
 
 
 def _case(start: int, rows: int, heads: int, width: int, dtype: torch.dtype) -> Case:

@@ -17,10 +17,6 @@
 #include "hopper.cuh"
 #include "products.cuh"
 
-struct alignas(64) CUtensorMap {
-  u64 opaque[16];
-};
-
 constexpr int THREADS = 384, COMPUTING = 256, ROWS = 128, UNIT = 128, WIDTH = 256, PLACE = 8;
 constexpr int PIECE_BYTES = 16384, PIECES = 10;  // of the ring
 constexpr int COLUMNS = 7, KEY_COLUMNS = 3;  // of 64 numbers, of a head's keys and values
@@ -38,20 +34,6 @@ __device__ __forceinline__ void copy_box(u32 target, const CUtensorMap *map, int
                " [%0], [%1, {%2, %3, %4}], [%5];"
                ::"r"(target), "l"(map), "r"(0), "r"(column), "r"(row), "r"(barrier)
                : "memory");
-}
-// As `barrier_wait`, for what the copy engine brings: that one acquires from other blocks' threads too, and empties the L1
-// each time.
-__device__ __forceinline__ void await_copies(u32 barrier, u32 parity) {
-#pragma unroll 1
-  for (int i = 0; i < 4000000; ++i) {
-    u32 done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    if (done) return;
-  }
-  asm volatile("trap;");
 }
 // A group's turn to score, which the other one passes on.
 __device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
@@ -151,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int j = 0; j < 128; ++j) o[j] = 0;
   float maximum[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0, 0};
-  await_copies(queries_in, 0);
+  block_barrier_wait(queries_in, 0);
 
   Cursor at{0, 0};
 #pragma unroll 1
@@ -168,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int before = 0;
 #pragma unroll
     for (int column = 0; column < 4; ++column) {
-      await_copies(base + FULL_AT + at.place * 8, at.parity);
+      block_barrier_wait(base + FULL_AT + at.place * 8, at.parity);
       products_begin();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
@@ -229,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      await_copies(base + FULL_AT + at.place * 8, at.parity);
+      block_barrier_wait(base + FULL_AT + at.place * 8, at.parity);
       products_begin();
 #pragma unroll
       for (int k = 0; k < 2; ++k)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from legato.ops.attend import mark_selected, masked_mha
 from legato.ops.attend.masked import PLACE, UNIT, WIDTHS
-from legato.ops.build import Kernel, Launch, Source, tensor_map
+from legato.ops.build import Kernel, Launch, Source, TensorMaps
 from legato.ops.strides import dense, in_rows
 
 _FOLDER = Path(__file__).parent
@@ -47,28 +46,7 @@ def run_mark(slots: Tensor, counts: Tensor, page_places: Tensor, units: int) -> 
     return masks
 
 
-class _Maps:
-    """What the copy engine must know of rows in columns of 64 numbers. Kept by address and shape, since making one takes the host
-    longer than a launch."""
-
-    _MOST = 1024
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[int, ...], Any] = {}
-
-    def of(self, x: Tensor, rows: int) -> Any:
-        """x [n, columns, 64] -> for copies of one column of so many rows."""
-        key = (x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), rows, x.get_device())
-        found = self._held.get(key)
-        if found is None:
-            if len(self._held) >= self._MOST:
-                self._held.clear()
-            words = x.view(torch.float16)  # a type that the engine has
-            found = self._held[key] = tensor_map(words, (rows, 1, _COLUMN), swizzle=128)
-        return found
-
-
-_MAPS = _Maps()
+_MAPS = TensorMaps()
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -92,9 +70,11 @@ def run_mha(q: Tensor, kv: Tensor, rope: Tensor, lengths: Tensor, masks: Tensor,
     if not rows:
         return out
     queries, columns, shared = _columns(q), _columns(kv), in_rows(rope).unsqueeze(1)
+    read = (queries, _ROWS), (columns, UNIT), (shared, UNIT), (columns, _VALUE_TOKENS)
+    maps = (_MAPS.of(each, (count, 1, _COLUMN)) for each, count in read)
     how = Launch(grid=(heads, -(-rows // _ROWS)), block=(_THREADS,), shared_bytes=_SHARED_BYTES, programmatic=True)
     MHA(
-        how, _MAPS.of(queries, _ROWS), _MAPS.of(columns, UNIT), _MAPS.of(shared, UNIT), _MAPS.of(columns, _VALUE_TOKENS),
+        how, *maps,
         lengths.to(torch.int32).contiguous(), dense(masks), out, rows, tokens, masks.shape[1], scale / math.log(2),
     )  # fmt: skip
     return out

@@ -27,13 +27,6 @@ constexpr int SLOT_BYTES = CHUNK * STRIP_BYTES, STAGE_BYTES = CHUNK * ROWS_BYTES
 constexpr int SUMS = COLUMNS / 2;  // of a thread
 static_assert(ROWS_BYTES % 1024 == 0 && STRIP_BYTES % 16 == 0, "swizzled rows and copies are aligned");
 
-// Nothing waits longer than for a neighbour's work: a fault ends with an error here, not with a GPU that hangs.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#pragma unroll 1
-  for (int i = 0; i < 4000000; ++i)
-    if (barrier_passed(barrier, parity)) return;
-  asm volatile("trap;");
-}
 // The 8 x 8 matrix of a warp, a lane's pair side by side in a row, transposed.
 __device__ __forceinline__ u32 transposed(u32 pair) {
   u32 v;
@@ -186,8 +179,8 @@ __device__ __forceinline__ void compute(const Product &what, const Rings &rings,
     // Rows in the 128-byte swizzle: 8 rows of 64 of K are 1 KB, and both halves of 128 of K lie together.
     const u32 at = rings.rows + state.stage.slot * STAGE_BYTES;
     const u64 b = (1ull << 62) | (128ull << 32) | (1ull << 16) | ((at & 0x3ffff) >> 4);
-    barrier_wait(weights_full, state.slot.parity);
-    barrier_wait(rings.full + state.stage.slot * 8, state.stage.parity);
+    block_barrier_wait(weights_full, state.slot.parity);
+    block_barrier_wait(rings.full + state.stage.slot * 8, state.stage.parity);
 #pragma unroll
     for (int step = 0; step < CHUNK; ++step) {
       if (step > 0 && step >= left) break;
@@ -281,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int left = k_blocks; left > 0; left -= CHUNK) {
           const u32 to = memory_at + stage.slot * STAGE_BYTES, barrier = full + stage.slot * 8;
           const int steps = min(left, CHUNK);
-          barrier_wait(empty + stage.slot * 8, stage.parity);
+          block_barrier_wait(empty + stage.slot * 8, stage.parity);
           barrier_expect(barrier, steps * bytes);
           for (int step = 0; step < steps; ++step, source += size_t(groups) * 2048)
             copy_bulk(to + step * ROWS_BYTES, source, bytes, barrier);

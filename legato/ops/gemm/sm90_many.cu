@@ -18,10 +18,6 @@
 
 #include "../experts/sm90_wgmma.cuh"
 
-struct alignas(64) CUtensorMap {
-  u64 opaque[16];
-};
-
 constexpr int OUTPUTS = 64 * HALVES, WARPS = 4 * HALVES, COMPUTING = 32 * WARPS, THREADS = COMPUTING + 64;
 constexpr int BLOCKS = FP8 ? 2 : 1;  // of 64 of K in a slot
 constexpr int WEIGHT_BYTES = OUTPUTS * 128, X_BYTES = BLOCKS * TOKENS * 128;  // of a slot
@@ -33,20 +29,6 @@ constexpr bool ROOMY = !FP8 || TOKENS <= 64;
 // Of two sets of registers for weights, the one that takes turns with the first, where there is room for two.
 constexpr int SECOND = FP8 && TOKENS > 96 ? 0 : 1;
 static_assert(TOKENS % 16 == 0, "rows of a slot are whole kilobytes");
-
-// Nothing waits longer than for a neighbour's work: a fault ends with an error here, not with a GPU that hangs.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#pragma unroll 1
-  for (int i = 0; i < 4000000; ++i) {
-    u32 done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    if (done) return;
-  }
-  asm volatile("trap;");
-}
 
 // A box of a block's outputs, or of all rows, by 128 bytes, in the 128-byte swizzle.
 __device__ __forceinline__ void copy_box(u32 target, const CUtensorMap *map, int column, int row, u32 barrier, u64 policy) {
@@ -176,14 +158,14 @@ __device__ __forceinline__ void multiply_all(float (&sums)[SUMS], const Ring &we
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const float next = __ldg(scale + step);
-    barrier_wait(weights.full(at.slot), at.parity);
+    block_barrier_wait(weights.full(at.slot), at.parity);
     load_weights(a[0], strip + at.slot * WEIGHT_BYTES, 0, lane);
     if (ROOMY) {
       add_scaled();
       if (step > 0) x.release(before, lane);
     }
     factor = next;
-    barrier_wait(x.full(at.slot), at.parity);
+    block_barrier_wait(x.full(at.slot), at.parity);
     multiply(products, a[0], x.memory + at.slot * X_BYTES, false);
     if (SECOND == 0) {
       products_wait<0>();
@@ -202,9 +184,9 @@ __device__ __forceinline__ void multiply_all(float (&sums)[SUMS], const Ring &we
   if (ROOMY) add_scaled();
 #else
   auto multiply_slot = [&](int i, bool is_first) {
-    barrier_wait(weights.full(at.slot), at.parity);
+    block_barrier_wait(weights.full(at.slot), at.parity);
     load_weights(a[i], strip + at.slot * WEIGHT_BYTES, 0, lane);
-    barrier_wait(x.full(at.slot), at.parity);
+    block_barrier_wait(x.full(at.slot), at.parity);
     multiply(sums, a[i], x.memory + at.slot * X_BYTES, true);
     weights.release(at.slot, lane);  // behind the products: their registers have been loaded
     products_wait<1>();
@@ -263,8 +245,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       if (RANKS > 1 && step == SLOTS) cluster_wait();  // long over: who empties slots has come past it
       const u32 full = asked_for.full(at.slot);
       if (lane == 0) {
-        barrier_wait(asked_for.empty(at.slot), at.parity);
-        if (!asks_for_x && step >= PACED && step < SLOTS) barrier_wait(asked_for.full(step - PACED), 0);
+        block_barrier_wait(asked_for.empty(at.slot), at.parity);
+        if (!asks_for_x && step >= PACED && step < SLOTS) block_barrier_wait(asked_for.full(step - PACED), 0);
         if (asks_for_x) {
           barrier_expect(full, X_BYTES);
 #pragma unroll
@@ -324,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
           : "memory");
     }
   }
-  if (RANKS > 1) barrier_wait(arrived, 0);
+  if (RANKS > 1) block_barrier_wait(arrived, 0);
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
     if (i * RANKS + rank >= live) break;

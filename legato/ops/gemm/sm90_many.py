@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from legato.ops.build import Kernel, Launch, Source, tensor_map
+from legato.ops.build import Kernel, Launch, Source, TensorMaps
 from legato.ops.strides import dense, in_rows
 
 _SOURCE = Path(__file__).with_name("sm90_many.cu")
@@ -120,27 +119,7 @@ def kernel(cut: Form, tokens: int, bits: int, steps: int) -> tuple[Kernel, int]:
     return Kernel(Source(_SOURCE, cut.macros(tokens, bits, steps)), "many", shared_bytes=shared), shared
 
 
-class _Maps:
-    """What the copy engine must know of rows and weights. Kept by address and shape, since making one takes the host longer than
-    a launch."""
-
-    _MOST = 4096
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Any] = {}
-
-    def of(self, tensor: Tensor, box: tuple[int, int]) -> Any:
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(0), tensor.itemsize, box, tensor.get_device())
-        found = self._held.get(key)
-        if found is None:
-            if len(self._held) >= self._MOST:
-                self._held.clear()
-            words = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.float16)  # types that the engine has
-            found = self._held[key] = tensor_map(words, box, swizzle=128)
-        return found
-
-
-_MAPS = _Maps()
+_MAPS = TensorMaps()
 
 
 def multiply(

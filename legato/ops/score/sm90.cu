@@ -8,7 +8,6 @@
 #include "../sm90.cuh"
 
 typedef unsigned char byte;
-struct alignas(64) CUtensorMap { u64 opaque[16]; };
 
 constexpr int PAGE = 64, HEADS = 32, WIDTH = 128, PAGE_BYTES = PAGE * (WIDTH + 4);
 constexpr int WINDOW = 8;              // rows that share one reading of the keys
